@@ -1,0 +1,48 @@
+# Every target sets itself up: a fresh clone needs only Python 3.11 or newer, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint fix
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## run the small bundled model with a bounded state and show what it keeps
+	@$(PY) -m msrnn.demo
+
+test: lint ## lint, then run all tests
+	@echo "== pytest"
+	@$(PY) -m pytest -q
+
+lint: $(STAMP) ## check style, formatting and types
+	@echo "== ruff"
+	@$(PY) -m ruff check -q .
+	@$(PY) -m ruff format --check -q .
+	@echo "== mypy"
+	@$(PY) -m mypy --strict src
+
+fix: $(STAMP) ## repair style and formatting where a tool can
+	@$(PY) -m ruff check --fix -q .
+	@$(PY) -m ruff format -q .
+
+# The stamp holds the path it was made for: a copied, moved or dead environment is set up again.
+ifneq ($(shell $(PY) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+# torch goes first and by its exact version: any looser request may bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(PY) -c "import sys, pip; assert sys.version_info >= (3, 11)" 2>/dev/null; then \
+		$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python ' \
+			+ sys.version.split()[0] + ' is too old: msrnn needs 3.11; try make PYTHON=python3.11')" && \
+		echo "== environment in $(VENV)" && $(PYTHON) -m venv --clear $(VENV); fi
+	@echo "== torch"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "== msrnn and its tools"
+	@$(PIP) -e ".[dev,plot]"
+	@echo "$(CURDIR)" > $@
