@@ -1,0 +1,135 @@
+"""Policies as text: what is written is what is meant, and nonsense is refused in one line with a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrnn.policy import Plan, Policy, full, h2o, parse, plan, read_profile, spread, tova, window
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("full", Policy(None)),
+        ("window:512", Policy(512, last=512)),
+        ("window+4:512", Policy(512, first=4, last=508)),
+        ("h2o:512", Policy(512, last=256, momentum=1.0, scope="kv_head")),
+        ("h2o-layer:512", Policy(512, last=256, momentum=1.0, scope="layer")),
+        ("tova:512", Policy(512)),
+        ("tova-head:512", Policy(512, scope="kv_head")),
+        ("tova-query-head:512", Policy(512, scope="query_head")),
+        ("tova+4:512", Policy(512, first=4)),
+        ("tova:512,last=1", Policy(512, last=1)),
+        ("tova:512,momentum=0.5", Policy(512, momentum=0.5)),
+        ("window:1", Policy(1, last=1)),
+    ],
+)
+def test_text_form(text: str, policy: Policy) -> None:
+    assert parse(text) == policy
+    assert str(policy) == text
+
+
+def test_other_spellings() -> None:
+    assert parse(" TOVA:512 , last=1 ") == parse("tova:512,last=1")
+    assert parse("tova-layer:8") == tova(8)
+    assert parse("h2o-head:8") == h2o(8)
+    assert parse("window+4:8") == window(8, 4)
+    assert full().blind
+    assert window(8, 4).blind
+    assert not tova(8).blind
+
+
+@given(
+    capacity=st.one_of(st.none(), st.integers(1, 10_000)),
+    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    momentum=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    scope=st.sampled_from(["layer", "kv_head", "query_head"]),
+)
+def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, momentum: float, scope: str) -> None:
+    first = int(shares[0] * (capacity or 100))
+    last = int(shares[1] * ((capacity or 100) - first))
+    policy = Policy(capacity, first, last, momentum, scope)
+    assert parse(str(policy)) == policy
+
+
+def test_capacity_as_a_fraction_or_as_bytes() -> None:
+    assert parse("tova:1/8", length=4096) == tova(512)
+    assert parse("window+4:1/8", length=4096) == window(512, 4)
+    assert parse("tova:1/8", length=3) == tova(1)
+    assert parse("tova:2KiB", slot_bytes=100) == tova(19)  # 20 slots: one is for the newcomer
+    assert parse("h2o:1.5kb", slot_bytes=100) == h2o(14)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("toav:512", "did you mean 'tova:512'"),
+        ("windw+4:512", "did you mean 'window+4:512'"),
+        ("h20:512", "did you mean 'h2o:512'"),
+        ("nonsense", "allowed: tova:512"),
+        ("", "allowed: tova:512"),
+        ("tova", "write slots (tova:512)"),
+        ("tova:many", "write slots (tova:512)"),
+        ("tova:0", "at least 1"),
+        ("tova:-3", "at least 1"),
+        ("tova:3/2", "at most at 1"),
+        ("tova:0/2", "above 0"),
+        ("tova:1/8", "a length that is not known"),
+        ("tova:2GiB", "no model is known"),
+        ("full:512", "takes no size"),
+        ("full+4", "takes no size"),
+        ("window-head:4", "write window"),
+        ("window+9:4", "9 first slots are protected, more than the capacity of 4"),
+        ("tova:8,first=5,last=5", "5 first and 5 last slots are protected, more than the capacity of 8"),
+        ("tova:8,lst=5", "did you mean 'last'"),
+        ("tova:8,last=x", "not a number"),
+        ("tova:8,momentum=2", "from 0 (TOVA) to 1 (H2O)"),
+        ("tova:8,scope=kvhead", "did you mean 'kv_head'"),
+        ("tova:8,last=-1", "0 or more"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is checked below)
+        parse(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_too_few() -> None:
+    with pytest.raises(ValueError, match="needs at least 200 bytes"):
+        parse("tova:150B", slot_bytes=100)
+
+
+def test_plans() -> None:
+    assert str(plan("tova:512", 3)) == "tova:512"
+    mixed = plan(["tova:512", tova(256), "tova:1/8"], 3, length=1024)
+    assert [p.capacity for p in mixed.policies] == [512, 256, 128]
+    assert not mixed.uniform
+    assert str(spread("h2o:96", [64, 128])) == "h2o:avg=96"
+    assert spread("h2o", [64, 128])[1] == h2o(128)
+    assert Plan((full(), tova(3))).average is None
+    with pytest.raises(ValueError, match="2 layers, the model 3"):
+        plan(["tova:1", "tova:2"], 3)
+    with pytest.raises(ValueError, match="average of 100, but the capacities by layer average 96"):
+        spread("tova:100", [64, 128])
+    with pytest.raises(ValueError, match="no capacities by layer"):
+        spread("full", [64, 128])
+    with pytest.raises(TypeError, match="not int"):
+        plan(512, 3)  # type: ignore[arg-type]
+
+
+def test_profiles(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"capacities": [64, 128]}))
+    assert read_profile(file) == [64, 128]
+    for text, says in (("{", "not JSON"), ("{}", "needs"), ('{"capacities": [1, 0]}', "at least 1"), ("[]", "needs")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            read_profile(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_profile(tmp_path / "missing.json")
