@@ -1,0 +1,51 @@
+"""How one layer of a model turns queries and keys into attention: scale, soft cap, learned sinks, its own window.
+
+These belong to the model, not to the policy. This file knows nothing of eviction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .scratch import scratch
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`window`: a query sees at most the newest so many tokens, itself included. `sinks`: one logit per head, [H]."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but scale and mask: ordinary scaled dot-product attention."""
+        return self.softcap is None and self.sinks is None
+
+    def logits(self, query: Tensor, keys: Tensor) -> Tensor:
+        """[B, H, C, D], [B, E, N, D] -> [B, H, C, N] in float32 or better; query heads share the E stored heads.
+
+        In scratch memory: gone with the next call.
+        """
+        batch, heads, rows, size = query.shape
+        stored, columns = keys.shape[1:3]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        grouped = (query.to(wide) * self.scale).reshape(batch * stored, heads // stored * rows, size)
+        logits = scratch("logits", (len(grouped), grouped.shape[1], columns), wide, query.device)
+        torch.bmm(grouped, keys.to(wide).reshape(batch * stored, columns, size).mT, out=logits)
+        logits = logits.view(batch, heads, rows, columns)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def mix(weights: Tensor, values: Tensor, mass: Tensor | None = None) -> Tensor:
+    """[B, H, C, N], [B, E, N, D] -> [B, H, C, D]: the sum of the values by weight, over `mass` [B, H, C, 1] if given."""
+    batch, heads, rows, columns = weights.shape
+    stored = values.shape[1]
+    grouped = weights.reshape(batch, stored, heads // stored * rows, columns)
+    output = (grouped @ values.to(weights.dtype)).view(batch, heads, rows, values.shape[3])
+    return (output if mass is None else output.div_(mass)).to(values.dtype)

@@ -1,0 +1,42 @@
+"""The hot operation, `scan`, chosen once by device: plain PyTorch, or compiled for the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..policy import Policy
+from . import eager
+
+NEVER = eager.NEVER
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor | None, Policy, int | None, Tensor | None], eager.Scanned]
+
+
+def choose(device: str) -> Scan:
+    """The implementation for a kind of device; MSRNN_OPS=eager asks for plain PyTorch everywhere."""
+    wanted = os.environ.get("MSRNN_OPS", "auto")
+    if wanted not in ("auto", "eager", "compiled"):
+        raise ValueError(f"MSRNN_OPS is {wanted!r}; allowed: auto, eager, compiled")
+    if wanted != "eager" and device == "cpu" and importlib.util.find_spec("numba"):
+        from . import cpu
+
+        return cpu.scan
+    if wanted == "compiled":
+        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here (is numba installed?)")
+    return eager.scan
+
+
+def scan(
+    logits: Tensor,
+    births: Tensor,
+    steps: Tensor,
+    scores: Tensor | None,
+    policy: Policy,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> eager.Scanned:
+    """Run a chunk's evictions; see `eager.scan` for the meaning of every argument."""
+    return choose(logits.device.type)(logits, births, steps, scores, policy, window, sinks)
