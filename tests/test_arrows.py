@@ -15,6 +15,7 @@ ORDER = (
     "scratch",
     "attention",
     "state",
+    "columns",
     "reference",
     "ops.eager",
     "ops.cpu",

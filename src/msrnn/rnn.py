@@ -27,7 +27,7 @@ from .reference import Prompt
 from .state import State
 from .trace import Recorder, Trace
 
-PIECE = 512  # tokens per forward while reading: activations grow with this, not with the text
+PIECE = 1024  # tokens per forward while reading: activations grow with this, not with the text
 _KIND = "msrnn state 1"
 
 
@@ -121,8 +121,8 @@ class RNN:
                 raise StateError(f"{path} was made for another {name}: {_show(about.get(name))}, not {_show(mine)}")
         for index, layer in enumerate(made.bounded):
             named = {name: tensors.get(f"{index}.{name}") for name in ("keys", "values", "positions", "scores", "seen")}
-            limit, fed, packed = tensors["counts"][index].tolist()
-            counts = {"limit": None if limit < 0 else limit, "fed": fed, "packed": bool(packed)}
+            limit, fed, packed, careful = tensors["counts"][index].tolist()
+            counts = {"limit": None if limit < 0 else limit, "fed": fed, "packed": bool(packed), "careful": bool(careful)}
             layer.state = State(**named, **counts)  # type: ignore[arg-type]
             layer.is_initialized = True
         loaded = RNNState(made, None)
@@ -202,7 +202,8 @@ class RNNState:
         if len(states) != len(self.cache.layers):
             raise Unsupported("this model has layers without keys and values, whose state msrnn cannot save yet")
         tensors = {f"{i}.{k}": t.cpu().contiguous() for i, s in enumerate(states) for k, t in s.tensors().items()}
-        tensors["counts"] = torch.tensor([[-1 if s.limit is None else s.limit, s.fed, s.packed] for s in states])
+        counts = [[-1 if s.limit is None else s.limit, s.fed, s.packed, s.careful] for s in states]
+        tensors["counts"] = torch.tensor(counts)
         about = {"kind": _KIND} | _identity(self.cache.model, self.cache)
         save_tensors(path, tensors, about | {"digest": _digest(about, tensors)})
 

@@ -41,7 +41,8 @@ class State:
 
     E stored heads: the KV heads, or every query head where each decides alone. `fed` counts the columns that came,
     padding included; `seen` the real tokens of each row. `limit` is the number of slots, None for no limit. `packed`
-    says that the empty slot is the last one, as it is after a chunk; a step leaves it anywhere.
+    says that the empty slot is the last one, as it is after a chunk; a step leaves it anywhere. `careful` says that
+    this layer's logits have been too large for the quick scan.
     """
 
     keys: Tensor
@@ -52,6 +53,7 @@ class State:
     limit: int | None
     fed: int = 0
     packed: bool = False
+    careful: bool = False
 
     @classmethod
     @_normal

@@ -12,7 +12,8 @@ from ..policy import Policy
 from . import eager
 
 NEVER = eager.NEVER
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor | None, Policy, int | None, Tensor | None], eager.Scanned]
+Vanished = eager.Vanished
+Scan = Callable[..., eager.Scanned]
 
 
 def choose(device: str) -> Scan:
@@ -37,6 +38,13 @@ def scan(
     policy: Policy,
     window: int | None = None,
     sinks: Tensor | None = None,
+    careful: bool = True,
 ) -> eager.Scanned:
-    """Run a chunk's evictions; see `eager.scan` for the meaning of every argument."""
-    return choose(logits.device.type)(logits, births, steps, scores, policy, window, sinks)
+    """Run a chunk's evictions; see `eager.scan` for the meaning of every argument.
+
+    With `careful=False` an implementation may work in the logits' own memory, and raise `Vanished` if they are too
+    large for that: then call again with fresh logits and care.
+    """
+    chosen = choose(logits.device.type)
+    more = {} if careful or chosen.__module__ != f"{__name__}.cpu" else {"careful": False}
+    return chosen(logits, births, steps, scores, policy, window, sinks, **more)

@@ -12,6 +12,10 @@ from ..policy import Policy
 NEVER = torch.iinfo(torch.int64).max
 
 
+class Vanished(ArithmeticError):
+    """Logits too large or too small to take exponentials of as they are."""
+
+
 class Scanned(NamedTuple):
     """`weights` over `mass` is the softmax; a scan that has divided already gives no mass."""
 

@@ -1,0 +1,99 @@
+"""The columns a call can see: the state's rows and, behind them, room for a chunk, in scratch memory.
+
+A state is opened at the start of a call and closed at its end. In between rows stay where they are: when a chunk is
+done, only its survivors past the end move, into places that became free. Nothing here knows what attention is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .scratch import scratch
+from .state import State
+
+
+class Columns:
+    """keys [B, E, N, D], values [B, E, N, V], births [B, U, N] (-1: empty), scores [B, U, N] or None."""
+
+    def __init__(self, state: State, key: Tensor, value: Tensor, chunk: int) -> None:
+        self.state, self.used = state, state.filled
+        end = self.used + key.shape[2]
+        room = end if state.limit is None else min(end, state.limit + chunk)
+        self._keys = _open("keys", state.keys, self.used, room)
+        self._values = _open("values", state.values, self.used, room)
+        self._births = torch.nn.functional.pad(state.positions[:, :, : self.used], (0, room - self.used), value=-1)
+        self._scores = None
+        if state.scores is not None:
+            self._scores = torch.nn.functional.pad(state.scores[:, :, : self.used], (0, room - self.used))
+
+    def add(self, key: Tensor, value: Tensor, steps: Tensor) -> None:
+        """A chunk's rows go behind the rest. key [B, E, C, D], steps [B, C]."""
+        new = slice(self.used, self.used + key.shape[2])
+        self._keys[:, :, new], self._values[:, :, new] = key, value
+        self._births[:, :, new] = steps[:, None]
+        if self._scores is not None:
+            self._scores[:, :, new] = 0
+        self.used = new.stop
+
+    @property
+    def keys(self) -> Tensor:
+        return self._keys[:, :, : self.used]
+
+    @property
+    def values(self) -> Tensor:
+        return self._values[:, :, : self.used]
+
+    @property
+    def births(self) -> Tensor:
+        return self._births[:, :, : self.used]
+
+    @property
+    def scores(self) -> Tensor | None:
+        return None if self._scores is None else self._scores[:, :, : self.used]
+
+    def keep(self, alive: Tensor, scores: Tensor | None) -> None:
+        """alive [B, U, N]: the rest leaves, and what stands past the state's end moves into free places."""
+        births = self.births.masked_fill_(~alive, -1)
+        if self._scores is not None and scores is not None:
+            self._scores[:, :, : self.used] = scores
+        end = self.used if self.state.limit is None else min(self.used, self.state.limit - 1)
+        past, self.used = slice(end, self.used), end
+        if end in (0, past.stop):
+            return
+        staying = births[:, :, past] >= 0
+        free = (births[:, :, :end] >= 0).to(torch.uint8).argsort(dim=-1, stable=True)  # free places first
+        place = free.gather(2, (staying.cumsum(-1) - 1).clamp(0, end - 1))
+        itself = torch.arange(past.start, past.stop, device=births.device)
+        place = torch.where(staying, place, itself)
+        births.scatter_(2, place, births[:, :, past].clone())
+        if self._scores is not None:
+            self._scores.scatter_(2, place, self._scores[:, :, past].clone())
+        put(self._keys, place, self._keys[:, :, past].clone())
+        put(self._values, place, self._values[:, :, past].clone())
+
+    def close(self) -> None:
+        """What is left becomes the state."""
+        state, room = self.state, slice(0, self.used)
+        state.reserve(self.used)
+        state.keys[:, :, room], state.values[:, :, room] = self.keys, self.values
+        state.positions[:, :, room] = self.births
+        state.positions[:, :, self.used :] = -1
+        if state.scores is not None and self.scores is not None:
+            state.scores[:, :, room] = self.scores
+        state.packed = True
+
+
+def put(rows: Tensor, place: Tensor, new: Tensor) -> None:
+    """rows [B, E, S, D], place [B, U, C], new [B, E, C, D]: each unit's rows go to its own places, in place."""
+    if place.shape[:2] == (1, 1):
+        rows.index_copy_(2, place[0, 0], new)
+        return
+    index = place.repeat_interleave(rows.shape[1] // place.shape[1], 1)
+    rows.scatter_(2, index[..., None].expand(-1, -1, -1, rows.shape[3]), new)
+
+
+def _open(name: str, rows: Tensor, used: int, room: int) -> Tensor:
+    opened = scratch(name, (*rows.shape[:2], room, rows.shape[3]), rows.dtype, rows.device)
+    opened[:, :, :used] = rows[:, :, :used]
+    return opened
