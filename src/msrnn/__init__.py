@@ -4,11 +4,16 @@ model, tokenizer = msrnn.load()
 model.generate(**inputs, past_key_values=msrnn.cache(model, "tova:512"))
 """
 
-from .adapters.hf import BoundedCache, BoundIgnored, Unsupported, cache
-from .models import load
-from .policy import Plan, Policy, full, h2o, parse, read_profile, spread, tova, window
-from .rnn import RNN, RNNState, StateError
-from .trace import Trace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapters.hf import BoundedCache, BoundIgnored, Unsupported, cache
+    from .models import load
+    from .policy import Plan, Policy, full, h2o, parse, read_profile, spread, tova, window
+    from .rnn import RNN, RNNState, StateError
+    from .trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,3 +36,26 @@ __all__ = [
     "tova",
     "window",
 ]
+
+# Where each name lives. It is imported when first asked for: torch and transformers take seconds, `--help` must not.
+_HOME = {
+    "adapters.hf": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
+    "models": ("load",),
+    "policy": ("Plan", "Policy", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
+    "rnn": ("RNN", "RNNState", "StateError"),
+    "trace": ("Trace",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOME.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(f".{home}", __name__), name)
+            return found
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

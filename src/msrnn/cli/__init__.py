@@ -1,0 +1,73 @@
+"""The command line: parse, call, print. One file per command; exit codes are settled here.
+
+torch and transformers are imported when a command runs, never before: help and refusals are instant.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from . import chat, generate, info, trace
+from .errors import MAYBE, expected, one_line
+from .options import Parser
+
+COMMANDS = (generate, chat, trace, info)
+_ABOUT = """\
+Run any Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
+says, whatever the length of the text. Without --model, the small bundled SmolLM2-135M-Instruct is used.
+"""
+_MORE = """\
+examples:
+  msrnn generate "Once upon a time" --policy tova:512
+  msrnn generate -f book.txt --question "Who did it?" --stream
+  msrnn chat --policy tova:256
+  msrnn trace -f book.txt -o trace.safetensors
+  msrnn info meta-llama/Llama-3.1-8B tova:1/8 --memory 24GiB
+
+exit codes: 0 done, 2 input that cannot be used (one line says why), 130 interrupted.
+With MSRNN_TRACEBACK=1 in the environment, errors come with their traceback.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has gone, e.g. `| head`; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("\nmsrnn: interrupted", file=sys.stderr)
+        return 130
+    except MAYBE as error:
+        if not expected(error):
+            raise
+        print(f"msrnn: error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def run(argv: list[str] | None) -> int:
+    try:
+        arguments = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has said what there is to say: help, or what is wrong
+        return stop.code if isinstance(stop.code, int) else 0
+    arguments.run(arguments)
+    return 0
+
+
+def parser() -> Parser:
+    from .. import __version__
+
+    made = Parser(prog="msrnn", description=_ABOUT, epilog=_MORE)
+    made.add_argument("--version", action="version", version=f"msrnn {__version__}")
+    commands = made.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for command in COMMANDS:
+        command.add(commands)
+    return made
