@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix
+.PHONY: help demo test lint fix bench
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,17 @@ lint: $(STAMP) ## check style, formatting and types
 fix: $(STAMP) ## repair style and formatting where a tool can
 	@$(PY) -m ruff check --fix -q .
 	@$(PY) -m ruff format -q .
+
+bench: $(STAMP) .venv-kvpress/.installed ## time reading and decoding on this CPU, beside kvpress (about 20 minutes)
+	@$(PY) benchmarks/cpu.py
+
+# kvpress needs an older transformers, so it lives in an environment of its own.
+.venv-kvpress/.installed: benchmarks/kvpress-requirements.txt
+	@echo "== kvpress in .venv-kvpress"
+	@$(PYTHON) -m venv --clear .venv-kvpress
+	@.venv-kvpress/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	@.venv-kvpress/bin/python -m pip install -q -r $<
+	@touch $@
 
 # The stamp holds the path it was made for: a copied, moved or dead environment is set up again.
 ifneq ($(shell $(PY) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null),$(CURDIR))

@@ -13,7 +13,7 @@ from msrnn.policy import Plan, Policy, full, h2o, parse, plan, read_profile, spr
 
 
 @pytest.mark.parametrize(
-    ("text", "policy"),
+    "text, policy",
     [
         ("full", Policy(None)),
         ("window:512", Policy(512, last=512)),
@@ -66,7 +66,7 @@ def test_capacity_as_a_fraction_or_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text, says",
     [
         ("toav:512", "did you mean 'tova:512'"),
         ("windw+4:512", "did you mean 'window+4:512'"),

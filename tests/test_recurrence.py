@@ -162,7 +162,7 @@ def test_a_dead_maximum_does_not_starve_the_row(scan: str, monkeypatch: pytest.M
 
 
 def test_compiled_scan_in_float32_is_refereed() -> None:
-    """Replay the float32 kernel's evictions in float64: none may be worse than the best choice by more than rounding."""
+    """Replay the float32 kernel's evictions in float64: none is worse than the best choice by more than rounding."""
     torch.manual_seed(0)
     heads, columns, rows, capacity = 9, 96, 32, 64
     logits = 4 * torch.randn(1, heads, rows, columns, dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_compiled_scan_in_float32_is_refereed() -> None:
 
 
 def test_scan_by_hand() -> None:
-    """TOVA with room for two, worked by hand: weights of step 2 are 1/4, 1/2, 1/4, and the older of the two lowest leaves."""
+    """TOVA with room for two: the weights of step 2 are 1/4, 1/2, 1/4, and the older of the two lowest leaves."""
     logits = torch.tensor([[0, 1, 0, 9], [7, 0, 1, 2]], dtype=torch.float64) * math.log(2)
     for scan in SCANS.values():
         births, steps = torch.tensor([[[0, 1, 2, 3]]]), torch.tensor([[2, 3]])

@@ -198,14 +198,19 @@ def test_a_damaged_file_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> N
         rnn.load(tmp_path / "nothing")
 
 
+def _interrupted_write(file: Path) -> None:
+    with replacing(file) as part:
+        part.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+
 def test_a_crash_while_saving_keeps_the_old_state(model: LlamaForCausalLM, tmp_path: Path) -> None:
     rnn, file = msrnn.RNN(model, "tova:16"), tmp_path / "state"
     _, state = rnn.step(ids(30), rnn.start())
     state.save(file)
     before = file.read_bytes()
-    with pytest.raises(KeyboardInterrupt), replacing(file) as part:
-        part.write_bytes(b"half of it")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted_write(file)
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == ["state"]
     with pytest.raises(ValueError, match="not a folder"):

@@ -43,7 +43,7 @@ class Attention:
 
 
 def mix(weights: Tensor, values: Tensor, mass: Tensor | None = None) -> Tensor:
-    """[B, H, C, N], [B, E, N, D] -> [B, H, C, D]: the sum of the values by weight, over `mass` [B, H, C, 1] if given."""
+    """[B, H, C, N], [B, E, N, D] -> [B, H, C, D]: the values summed by weight, over `mass` [B, H, C, 1] if given."""
     batch, heads, rows, columns = weights.shape
     stored = values.shape[1]
     grouped = weights.reshape(batch, stored, heads // stored * rows, columns)

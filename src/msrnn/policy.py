@@ -50,7 +50,8 @@ class Policy:
             raise ValueError(f"capacity is {self.capacity!r}; it must be at least 1 (or use 'full')")
         if self.first + self.last > self.capacity:
             raise ValueError(
-                f"{self.first} first and {self.last} last slots are protected, more than the capacity of {self.capacity}"
+                f"{self.first} first and {self.last} last slots are protected, "
+                f"more than the capacity of {self.capacity}"
             )
 
     @property
@@ -134,7 +135,7 @@ def parse(text: str, *, length: int | None = None, slot_bytes: int | None = None
 
 
 def spread(text: str, capacities: Sequence[int]) -> Plan:
-    """The same kind of policy with another capacity in every layer; `text` names the kind (and may name the average)."""
+    """The same kind of policy with another capacity in every layer; `text` names the kind and may name the average."""
     form = _Form.read(text)
     if form.name == "full":
         raise ValueError("'full' keeps everything, so it has no capacities by layer; use e.g. 'tova'")

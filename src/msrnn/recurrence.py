@@ -179,11 +179,16 @@ def _attend(
         return mix(quick[0], values, quick[1])
     state.careful = True
     logits = attention.logits(query, keys)
-    logits.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask[:, :, None], -torch.inf)
+    _by_unit(logits, mask).masked_fill_(~mask[:, :, None], -torch.inf)
     if attention.sinks is None:
         return mix(torch.softmax(logits, -1, out=logits), values)
     sinks = attention.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
     return mix(torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], values)
+
+
+def _by_unit(rows: Tensor, mask: Tensor) -> Tensor:
+    """rows [B, H, C, N] as [B, U, H / U, C, N] for a mask [B, U, C, N]."""
+    return rows.view(len(rows), mask.shape[1], -1, *rows.shape[2:])
 
 
 def _quick_softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -192,7 +197,7 @@ def _quick_softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[
     On the CPU twice as fast as SDPA under a mask.
     """
     weights = logits.exp_()
-    weights.unflatten(1, (mask.shape[1], -1)).mul_(mask[:, :, None].to(weights.dtype))
+    _by_unit(weights, mask).mul_(mask[:, :, None].to(weights.dtype))
     mass = weights.sum(-1, keepdim=True)
     if sinks is not None:
         mass += sinks.detach().to(mass.dtype).exp().view(-1, 1, 1)

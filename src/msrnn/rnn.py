@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -120,10 +121,12 @@ class RNN:
             if about.get(name) != mine:
                 raise StateError(f"{path} was made for another {name}: {_show(about.get(name))}, not {_show(mine)}")
         for index, layer in enumerate(made.bounded):
-            named = {name: tensors.get(f"{index}.{name}") for name in ("keys", "values", "positions", "scores", "seen")}
+            named: dict[str, Any] = {
+                name: tensors.get(f"{index}.{name}") for name in ("keys", "values", "positions", "scores", "seen")
+            }
             limit, fed, packed, careful = tensors["counts"][index].tolist()
-            counts = {"limit": None if limit < 0 else limit, "fed": fed, "packed": bool(packed), "careful": bool(careful)}
-            layer.state = State(**named, **counts)  # type: ignore[arg-type]
+            counts: dict[str, Any] = {"limit": None if limit < 0 else limit, "fed": fed}
+            layer.state = State(**named, **counts, packed=bool(packed), careful=bool(careful))
             layer.is_initialized = True
         loaded = RNNState(made, None)
         return loaded.to(self.device) if self.device.type != "cpu" else loaded

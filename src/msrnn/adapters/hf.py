@@ -1,6 +1,6 @@
 """transformers: `cache(model, policy)` makes any decoder a bounded multi-state RNN, through its own registries.
 
-The cache hands a layer's new keys on as `Pending` tensors that only our registered attention function can open, so
+The cache hands a layer's new keys on as `Pending` objects that only our registered attention function can open, so
 no other path can attend to them and pass for bounded. Nothing is patched: calls without our cache run as before.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ from ..state import State
 NAME = "msrnn"
 _BOUNDED = ("full_attention", "sliding_attention")
 _PASSED = ("conv", "linear_attention", "mamba", "moe", "mlp")  # layers that hold no row per token
-_WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: F) -> F:
+    """A compiled model leaves its graph here and comes back."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class BoundIgnored(RuntimeError):
@@ -63,6 +69,12 @@ def cache(
     length = length or getattr(text_config(model), "max_position_embeddings", None)
     slot_bytes = sum(layer.slot_bytes(model.dtype) for layer in layers)
     made = plan(policy, len(layers), length=length, slot_bytes=slot_bytes)
+    shards = getattr(model, "tp_size", None) or 1
+    if shards > 1 and any(policy.scope == "layer" and not policy.blind for policy in made.policies):
+        raise Unsupported(
+            f"the model's heads are spread over {shards} processes, and the heads of a layer decide together; "
+            "use a policy by head (tova-head, h2o) or a device_map"
+        )
     _switch(model)
     return BoundedCache(model, made, layers, prompt, chunk)
 
@@ -177,28 +189,42 @@ class DeferredMask:
         return cast("Tensor | None", self.built["real"])
 
 
-class Pending(Tensor):
-    """New keys or values between the cache and our attention function; anything else that opens them is refused."""
+class Pending:
+    """What the cache hands on in place of new keys or values: their shape and layer, and nothing to attend to.
 
-    raw: Tensor
-    layer: BoundedLayer
+    Only our attention function knows where they are; whatever else asks for more than the shape is refused.
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor, layer: BoundedLayer) -> Pending:
-        pending = tensor.as_subclass(cls)
-        pending.raw, pending.layer = tensor, layer
-        return pending
+    def __init__(self, tensor: Tensor, layer: BoundedLayer) -> None:
+        self.layer, self.shape, self.dtype, self.device = layer, tensor.shape, tensor.dtype, tensor.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _opened(name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        owner = getattr(func, "__self__", None)
-        if owner in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim) or func is Tensor.size:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise BoundIgnored(
-            f"the model's attention opened a bounded cache itself ({getattr(func, '__name__', func)}), which would ignore "
-            f"the bound; use a model whose attention goes through transformers' AttentionInterface as '{NAME}'"
-        )
+        raise _opened(getattr(func, "__name__", str(func)))
+
+    def _operator(self, *_: Any) -> Any:
+        raise _opened("an operator")
+
+    __getitem__ = __iter__ = __len__ = __neg__ = __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = _operator
+
+
+def _opened(how: str) -> BoundIgnored:
+    return BoundIgnored(
+        f"the model's attention opened a bounded cache itself ({how}), which would ignore the bound; "
+        f"use a model whose attention goes through transformers' AttentionInterface as '{NAME}'"
+    )
 
 
 def _attention(
@@ -226,12 +252,32 @@ def _attention(
         kwargs |= {name: given for name, given in named.items() if given is not None}
         forward = _plain(plain, module)
         return forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    layer = key.layer
-    _check(layer, attention_mask, dropout, is_causal, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attention = Attention(scale, softcap, attention_mask.window, s_aux)
-    output = layer.attend(query, attention, attention_mask.real(query.shape[2]))
+    return _bounded(
+        key.layer, query, attention_mask, Attention(scale, softcap, None, s_aux), dropout, is_causal, kwargs
+    )
+
+
+@_outside_graphs
+def _bounded(
+    layer: BoundedLayer,
+    query: Tensor,
+    mask: Any,
+    attention: Attention,
+    dropout: float,
+    is_causal: bool | None,
+    extra: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """The recurrence, in the layout that models expect: [B, T, H, V]."""
+    _check(layer, mask, dropout, is_causal, extra)
+    output = layer.attend(query, replace(attention, window=mask.window), mask.real(query.shape[2]))
+    if torch.is_grad_enabled() and query.requires_grad:
+        output.requires_grad_().register_hook(_no_gradient)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
+
+
+def _no_gradient(_: Tensor) -> None:
+    raise BoundIgnored("a bounded cache is for inference: no gradient goes back through it")
 
 
 def _check(layer: BoundedLayer, mask: Any, dropout: float, is_causal: bool | None, extra: dict[str, Any]) -> None:
@@ -241,7 +287,10 @@ def _check(layer: BoundedLayer, mask: Any, dropout: float, is_causal: bool | Non
             "a bounded cache takes a 2-D attention mask (1: token, 0: padding); a ready-made one was given"
         )
     if mask.custom:
-        raise BoundIgnored("a bounded cache takes causal text only; this call has a mask of another form")
+        raise BoundIgnored(
+            "a bounded cache takes causal text only; this call has a mask of another form "
+            "(images, packed texts; for text alone leave token_type_ids out)"
+        )
     if dropout:
         raise BoundIgnored("a bounded cache is for inference; call model.eval() first")
     if is_causal is False:
@@ -259,8 +308,8 @@ def _check(layer: BoundedLayer, mask: Any, dropout: float, is_causal: bool | Non
     padding = mask.arguments.get("attention_mask")
     if padding is not None and padding.shape[1] != columns:
         raise BoundIgnored(
-            f"the attention mask has {padding.shape[1]} columns; {layer.get_seq_length()} were read before and {new} are "
-            "new, so it must have the sum of both. Was the same text fed twice?"
+            f"the attention mask has {padding.shape[1]} columns; {layer.get_seq_length()} were read before and {new} "
+            "are new, so it must have the sum of both. Was the same text fed twice?"
         )
 
 
@@ -292,13 +341,14 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The state is made at the first attention, when the number of query heads and the window are known."""
 
+    @_outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.pending is not None:
             raise BoundIgnored(
-                "the keys of the last step were never attended to by msrnn; the state is not whole any more"
+                "the last call was cut off before msrnn attended to its keys; reset() the cache and begin again"
             )
         self.pending, self.values_pending = key_states.detach(), value_states.detach()
-        return Pending.of(self.pending, self), Pending.of(self.values_pending, self)
+        return cast("tuple[Tensor, Tensor]", (Pending(self.pending, self), Pending(self.values_pending, self)))
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         """Take the pending keys and values into the state and answer the queries."""
@@ -321,6 +371,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Columns fed, padding included: positions and masks count these, not the slots held."""
         return 0 if self.state is None else self.state.fed
 
+    @_outside_graphs
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return Columns(self.get_seq_length() + query_length), 0
 
@@ -396,8 +447,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
         current = self.config._attn_implementation or "eager"
         if not current.startswith(NAME):
             raise BoundIgnored(
-                f"the model's attention was set to '{current}' after this cache was made, which would ignore the bound; "
-                "make the cache again with msrnn.cache(model, policy)"
+                f"the model's attention was set to '{current}' after this cache was made, which would ignore the "
+                "bound; make the cache again with msrnn.cache(model, policy)"
             )
         return cast("tuple[Tensor, Tensor]", super().update(key_states, value_states, layer_idx, *args, **kwargs))
 

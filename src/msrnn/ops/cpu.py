@@ -85,8 +85,25 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @_jit
 def _scan(  # type: ignore[no-untyped-def]
-    b, u, logits, weights, mass, births, steps, scores, bits, expiry, failed, sinks,
-    sinking, careful, first, last, capacity, window, momentum,
+    b,
+    u,
+    logits,
+    weights,
+    mass,
+    births,
+    steps,
+    scores,
+    bits,
+    expiry,
+    failed,
+    sinks,
+    sinking,
+    careful,
+    first,
+    last,
+    capacity,
+    window,
+    momentum,
 ):
     """One unit's chunk. `age` counts from the chunk's first step: a column is visible from its age on, until GONE."""
     heads, rows, columns = logits.shape[1] // births.shape[1], logits.shape[2], logits.shape[3]

@@ -1,0 +1,63 @@
+"""Does the core hold on a GPU? The recurrence on CUDA against the definition, then whole models against the CPU.
+
+Needs only torch and transformers there (numba may be missing): `PYTHONPATH=src python benchmarks/check_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import msrnn
+from msrnn import recurrence, reference
+from msrnn.attention import Attention
+from msrnn.policy import parse
+from msrnn.state import State
+
+POLICIES = ("tova:16", "window+4:16", "h2o:16", "tova-head:16", "tova:16,momentum=0.5", "full")
+
+
+def against_reference(text: str) -> float:
+    """The largest difference of outputs; survivors must be the same."""
+    torch.manual_seed(0)
+    policy, attention = parse(text), Attention(0.5)
+    query, key, value = (torch.randn(1, n, 60, 8, dtype=torch.float64) for n in (4, 2, 2))
+    ref = reference.start(policy, 4, 2)
+    want = reference.run(ref, query[0], key[0], value[0], policy, attention)
+    state = State.empty(policy, key.cuda(), value.cuda(), 4)
+    parts = [slice(0, 25), slice(25, 26), slice(26, 60)]
+    moved = [[tensor[:, :, part].cuda() for tensor in (query, key, value)] for part in parts]
+    out = torch.cat([recurrence.run(state, *part, policy, attention, chunk=16) for part in moved], 2)
+    for unit, rows in enumerate(ref.rows):
+        kept = sorted(p for p in state.positions[0, unit].tolist() if p >= 0)
+        assert kept == sorted(row.position for row in rows), f"{text}: other survivors on CUDA"
+    return float((out[0].cpu() - want).abs().max())
+
+
+def whole_model(text: str) -> bool:
+    """Greedy tokens of a ragged batch in float32 on CUDA equal those on the CPU."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 97}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    model = LlamaForCausalLM(config).eval()
+    ids, mask = torch.randint(0, 97, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    mask[0, :20] = mask[2, :7] = 0
+    texts = []
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": 0}
+        made = msrnn.cache(model, text)
+        texts.append(model.generate(**inputs, past_key_values=made, max_new_tokens=24, do_sample=False).cpu())
+    return torch.equal(*texts)
+
+
+def main() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}")
+    for text in POLICIES:
+        print(f"{text:24} reference {against_reference(text):.1e}   greedy as on the CPU: {whole_model(text)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Reading traces and records: tables and figures. Nothing here runs a model."""
