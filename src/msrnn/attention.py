@@ -27,19 +27,31 @@ class Attention:
         """Nothing but scale and mask: ordinary scaled dot-product attention."""
         return self.softcap is None and self.sinks is None
 
-    def logits(self, query: Tensor, keys: Tensor) -> Tensor:
+    def logits(self, query: Tensor, keys: Tensor, exponentials: bool = False) -> Tensor:
         """[B, H, C, D], [B, E, N, D] -> [B, H, C, N] in float32 or better; query heads share the E stored heads.
 
-        In scratch memory: gone with the next call.
+        In scratch memory: gone with the next call. On the CPU one stored head at a time, so that its exponentials,
+        where they are wanted instead, are taken while it is still in the cache.
         """
         batch, heads, rows, size = query.shape
         stored, columns = keys.shape[1:3]
         wide = torch.promote_types(query.dtype, torch.float32)
-        grouped = (query.to(wide) * self.scale).reshape(batch * stored, heads // stored * rows, size)
+        scaled = scratch("query", tuple(query.shape), wide, query.device).copy_(query).mul_(self.scale)
+        grouped = scaled.view(batch * stored, heads // stored * rows, size)
+        shared = keys.to(wide).reshape(batch * stored, columns, size).mT
         logits = scratch("logits", (len(grouped), grouped.shape[1], columns), wide, query.device)
-        torch.bmm(grouped, keys.to(wide).reshape(batch * stored, columns, size).mT, out=logits)
-        logits = logits.view(batch, heads, rows, columns)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if query.device.type != "cpu":
+            self._finish(torch.bmm(grouped, shared, out=logits), exponentials)
+        else:
+            for head in range(len(grouped)):
+                self._finish(torch.mm(grouped[head], shared[head], out=logits[head]), exponentials)
+        return logits.view(batch, heads, rows, columns)
+
+    def _finish(self, logits: Tensor, exponentials: bool) -> None:
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if exponentials:
+            logits.exp_()
 
 
 def mix(weights: Tensor, values: Tensor, mass: Tensor | None = None) -> Tensor:

@@ -123,9 +123,9 @@ def _scan(
 ) -> Scanned:
     """The quick scan for as long as this layer's logits allow it, the careful one from then on."""
     rest = (births, steps, scores, policy, attention.window, attention.sinks)
-    if not state.careful:
+    if not state.careful and ops.quick(query.device.type):
         try:
-            return ops.scan(attention.logits(query, keys), *rest, careful=False)
+            return ops.scan(attention.logits(query, keys, exponentials=True), *rest, exponentials=True)
         except Vanished:
             state.careful = True
     return ops.scan(attention.logits(query, keys), *rest)
@@ -174,7 +174,7 @@ def _attend(
         )
     if mask is None:
         mask = torch.ones(1, 1, rows, keys.shape[2], dtype=torch.bool, device=query.device).tril_()
-    quick = None if state.careful else _quick_softmax(attention.logits(query, keys), mask, attention.sinks)
+    quick = None if state.careful else _quick_softmax(attention.logits(query, keys, True), mask, attention.sinks)
     if quick is not None:
         return mix(quick[0], values, quick[1])
     state.careful = True
@@ -191,12 +191,11 @@ def _by_unit(rows: Tensor, mask: Tensor) -> Tensor:
     return rows.view(len(rows), mask.shape[1], -1, *rows.shape[2:])
 
 
-def _quick_softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Weights and mass in the logits' own memory, without a maximum; None for logits too large for that.
+def _quick_softmax(weights: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Weights and mass from exponentials, in their own memory; None where they have overflowed or underflowed.
 
     On the CPU twice as fast as SDPA under a mask.
     """
-    weights = logits.exp_()
     _by_unit(weights, mask).mul_(mask[:, :, None].to(weights.dtype))
     mass = weights.sum(-1, keepdim=True)
     if sinks is not None:

@@ -12,7 +12,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-_local = threading.local()
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_local = _Buffers()
 
 
 @torch.inference_mode(False)
@@ -20,7 +26,7 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     """An uninitialised tensor, the same memory every time for a name and dtype on the CPU."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    buffers: dict[tuple[str, torch.dtype], Tensor] = _local.__dict__
+    buffers = _local.held
     size, key = prod(shape), (name, dtype)
     if key not in buffers or buffers[key].numel() < size:
         buffers[key] = torch.empty(size, dtype=dtype)

@@ -38,13 +38,18 @@ def scan(
     policy: Policy,
     window: int | None = None,
     sinks: Tensor | None = None,
-    careful: bool = True,
+    exponentials: bool = False,
 ) -> eager.Scanned:
     """Run a chunk's evictions; see `eager.scan` for the meaning of every argument.
 
-    With `careful=False` an implementation may work in the logits' own memory, and raise `Vanished` if they are too
-    large for that: then call again with fresh logits and care.
+    An implementation that is `quick` also takes the logits' exponentials in their place, and works in their memory. It
+    raises `Vanished` if they have overflowed or underflowed: then call again with the logits themselves.
     """
     chosen = choose(logits.device.type)
-    more = {} if careful or chosen.__module__ != f"{__name__}.cpu" else {"careful": False}
+    more = {"exponentials": True} if exponentials else {}
     return chosen(logits, births, steps, scores, policy, window, sinks, **more)
+
+
+def quick(device: str) -> bool:
+    """Whether the implementation for a kind of device takes exponentials."""
+    return choose(device).__module__ == f"{__name__}.cpu"

@@ -34,25 +34,25 @@ def scan(
     policy: Policy,
     window: int | None = None,
     sinks: Tensor | None = None,
-    careful: bool = True,
+    exponentials: bool = False,
 ) -> Scanned:
     """See `eager.scan`. The weights are in scratch memory: gone with the next call.
 
-    With care, a row's maximum is taken from it first, and a row whose visible mass vanishes even so is done again from
-    its logits. Without, exponentials are taken as they are, in place: two passes over memory less, right for logits
+    From logits, a row's maximum is taken from it first, and a row whose visible mass vanishes even so is done again.
+    Where `logits` holds exponentials already they are used in place: some passes over memory less, right for logits
     up to about 80, and `Vanished` is raised for others.
     """
     scores = logits.new_zeros(births.shape) if scores is None else scores.clone()
     expiry = torch.empty(births.shape, dtype=torch.int64)
     sunk = logits.new_zeros(1, 1, 1) if sinks is None else sinks.detach().to(logits.dtype).view(-1, 1, 1)
-    if careful:
+    if not exponentials:
         top = logits.amax(-1, keepdim=True)
         top = top if sinks is None else torch.maximum(top, sunk)
         weights = scratch("weights", tuple(logits.shape), logits.dtype, logits.device)
         torch.sub(logits, top, out=weights).exp_()
         mass = (sunk - top).exp_()
     else:
-        weights = logits.exp_()
+        weights = logits
         mass = sunk.exp().expand(*logits.shape[:3], 1).contiguous()
     bits = scores.view(torch.int32 if scores.itemsize == 4 else torch.int64)
     failed = torch.zeros(births.shape[:2], dtype=torch.bool)
@@ -60,7 +60,7 @@ def scan(
     arguments = (
         *(tensor.numpy() for tensor in tensors),
         sinks is not None,
-        careful,
+        not exponentials,
         policy.first,
         policy.last,
         NEVER if policy.capacity is None else policy.capacity,
@@ -114,7 +114,7 @@ def _scan(  # type: ignore[no-untyped-def]
     alive = np.zeros(columns, weights.dtype)
     total = np.empty(columns, weights.dtype)
     birth, score, end = births[b, u], scores[b, u], expiry[b, u]
-    held = 0
+    held, reach = 0, 0  # columns from `reach` on are yet to come
     for n in range(columns):
         end[n] = _NEVER if birth[n] >= 0 else -1
         age[n] = birth[n] - start if birth[n] >= 0 else _GONE
@@ -126,6 +126,7 @@ def _scan(  # type: ignore[no-untyped-def]
         elif age[n] < 0:
             alive[n] = 1
             held += 1
+            reach = n + 1
         free[n] = age[n] if birth[n] >= first else _GONE
     for c in range(rows):
         now = steps[b, c] - start
@@ -136,14 +137,16 @@ def _scan(  # type: ignore[no-untyped-def]
             continue
         alive[newcomer[now]] = 1
         held += 1
+        reach = max(reach, newcomer[now] + 1)
         total[:] = 0
         for h in range(u * heads, (u + 1) * heads):
-            if not _normalise(weights[b, h, c], mass[b, h, c], alive, total, sinking):
+            weights[b, h, c, reach:] = 0
+            if not _normalise(weights[b, h, c, :reach], mass[b, h, c], alive, total, sinking):
                 if not careful:
                     failed[b, u] = True
                     return
                 sink = sinks[h % len(sinks), 0, 0]
-                _again(weights[b, h, c], mass[b, h, c], logits[b, h, c], alive, total, sinking, sink)
+                _again(weights[b, h, c, :reach], mass[b, h, c], logits[b, h, c], alive, total, sinking, sink)
         for n in range(columns):
             score[n] = momentum * score[n] + total[n] / heads
         if window != _NEVER and steps[b, c] - window + 1 >= 0:
