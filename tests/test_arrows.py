@@ -19,6 +19,7 @@ ORDER = (
     "reference",
     "ops.eager",
     "ops.cpu",
+    "ops.gpu",
     "ops",
     "recurrence",
     "files",

@@ -113,7 +113,10 @@ def pieces(model: PreTrainedModel, cache: hf.Cache, ids: Tensor, seed: int) -> T
     draw, outputs, start = random.Random(seed), [], 0
     while start < ids.shape[1]:
         size = draw.choice([1, 1, 2, 3, 7, 13])
-        outputs.append(model(ids[:, start : start + size], past_key_values=cache).logits)
+        piece, given = ids[:, start : start + size], {}
+        if model.config.model_type == "bamba":  # counts from 0 in every call unless told
+            given["position_ids"] = torch.arange(start, start + piece.shape[1])[None]
+        outputs.append(model(piece, past_key_values=cache, **given).logits)
         start += size
     return torch.cat(outputs, 1)
 

@@ -15,8 +15,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -188,6 +195,14 @@ class DeferredMask:
             self.built["real"] = None if padding is None or bool(padding[:, -columns:].all()) else padding[:, -columns:]
         return cast("Tensor | None", self.built["real"])
 
+    def restarts(self, positions: Tensor | None, seen: Tensor, columns: int) -> bool:
+        """Whether a row that has read something is given position 0 again; asked once a call, as it waits on a GPU."""
+        if "restarts" not in self.built and positions is not None and positions.ndim == 2:
+            real = self.real(columns)
+            zero = (positions == 0) & (seen[:, None] > 0).to(positions.device)
+            self.built["restarts"] = bool((zero if real is None else zero & real.to(zero.device)).any())
+        return bool(self.built.get("restarts", False))
+
 
 class Pending:
     """What the cache hands on in place of new keys or values: their shape and layer, and nothing to attend to.
@@ -311,6 +326,11 @@ def _check(layer: BoundedLayer, mask: Any, dropout: float, is_causal: bool | Non
             f"the attention mask has {padding.shape[1]} columns; {layer.get_seq_length()} were read before and {new} "
             "are new, so it must have the sum of both. Was the same text fed twice?"
         )
+    if new > 1 and layer.state is not None and mask.restarts(extra.get("position_ids"), layer.state.seen, new):
+        raise BoundIgnored(
+            "positions begin again at 0, but this cache has read some text. Was it fed twice? "
+            "If not, the model does not count on from a cache: give it position_ids"
+        )
 
 
 def _plain(name: str, module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -422,10 +442,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
             layer.index: BoundedLayer(policy, prompt, chunk)
             for layer, policy in zip(layers, plan.policies, strict=True)
         }
-        types, kwargs = get_layer_types_and_kwargs(self.config)
-        super().__init__(
-            layers=[bounded.get(i) or DYNAMIC_LAYER_TYPE_MAPPING[name](**kwargs) for i, name in enumerate(types)]
-        )
+        own = DynamicCache(config=self.config).layers  # as the model would have them
+        super().__init__(layers=[bounded.get(index, layer) for index, layer in enumerate(own)])
 
     def __repr__(self) -> str:
         return f"BoundedCache({self.plan}, prompt={self.prompt!r}, tokens read={self.get_seq_length()})"

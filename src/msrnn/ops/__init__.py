@@ -1,4 +1,4 @@
-"""The hot operation, `scan`, chosen once by device: plain PyTorch, or compiled for the CPU."""
+"""The hot operation, `scan`, chosen once by device: plain PyTorch, compiled for the CPU, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ def choose(device: str) -> Scan:
         from . import cpu
 
         return cpu.scan
+    if wanted != "eager" and device == "cuda" and importlib.util.find_spec("triton"):
+        from . import gpu
+
+        return gpu.scan
     if wanted == "compiled":
-        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here (is numba installed?)")
+        needed = "is triton installed?" if device == "cuda" else "is numba installed?"
+        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here ({needed})")
     return eager.scan
 
 
