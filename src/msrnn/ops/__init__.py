@@ -25,13 +25,8 @@ def choose(device: str) -> Scan:
         from . import cpu
 
         return cpu.scan
-    if wanted != "eager" and device == "cuda" and importlib.util.find_spec("triton"):
-        from . import gpu
-
-        return gpu.scan
     if wanted == "compiled":
-        needed = "is triton installed?" if device == "cuda" else "is numba installed?"
-        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here ({needed})")
+        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here (is numba installed?)")
     return eager.scan
 
 
