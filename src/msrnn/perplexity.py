@@ -83,6 +83,13 @@ def score(
     return Score(float(total), len(ids) - 1, time.perf_counter() - began)
 
 
+def piece_for(model: PreTrainedModel, batch: int) -> int:
+    """The most tokens per call of `batch` texts whose logits leave the device's memory to other things."""
+    device = model.get_input_embeddings().weight.device
+    room = torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**28
+    return max(1, room // (batch * text_config(model).vocab_size * model.dtype.itemsize))
+
+
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [C, vocabulary], targets [C], or C - 1 where the text ends -> their sum in float64."""
     targets = targets.to(logits.device)

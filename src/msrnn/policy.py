@@ -13,12 +13,15 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from .allocate import allocate
 
 Scope = Literal["layer", "kv_head", "query_head"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SHIPPED = Path(__file__).parent / "profiles"
 _EXAMPLES = "tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, full"
 
 
@@ -123,11 +126,14 @@ def tova(capacity: int, first: int = 0, scope: Scope = "layer") -> Policy:
 
 
 def parse(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
-    """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `full`.
+    """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`, `full`.
 
     A capacity may be a fraction of `length` (`tova:1/8`) or a size in bytes per sequence (`tova:2GiB`), where
     `slot_bytes` is what one token costs over all layers.
     """
+    text, profile = split_profile(text)
+    if profile:
+        raise ValueError(f"{text!r} with a profile is one policy per layer, not a single one; use plan() or cache()")
     form = _Form.read(text)
     if form.name == "full":
         return form.build(None)
@@ -145,18 +151,74 @@ def spread(text: str, capacities: Sequence[int]) -> Plan:
     return Plan(tuple(form.build(capacity) for capacity in capacities))
 
 
-def read_profile(path: str | Path) -> list[int]:
-    """The capacities by layer of a profile file: JSON with a list of whole numbers under `capacities`."""
+def kind_of(text: str) -> str:
+    """A kind of policy, to be given sizes: text such as `tova`, `h2o-layer`, `tova,last=1/8`, `tova,profile=FILE`."""
+    policy, profile = split_profile(text)
+    if _Form.read(policy).size:
+        raise ValueError(f"policy {text!r} names a size; give the kind alone, e.g. {_stem(policy)}")
+    spread(policy, read_profile(profile) if profile else [1 << 20])
+    return text
+
+
+def split_profile(text: str) -> tuple[str, str | None]:
+    """`tova:256,profile=FILE` as the policy and the profile's file or name; what follows `profile=` is all its name."""
+    policy, mark, name = text.partition(",profile=")
+    if mark and not name.strip():
+        raise ValueError(f"{text!r} names no profile; write e.g. tova:256,profile=profile.json")
+    return policy, name.strip() or None
+
+
+def profile_path(name: str | Path) -> Path:
+    """The file of a profile: a path, or the name of one that comes with the package."""
+    own = _SHIPPED / f"{name}.json"
+    return own if not Path(name).exists() and own.is_file() else Path(name)
+
+
+def open_profile(path: str | Path) -> dict[str, Any]:
+    """A profile file: JSON with a list of whole numbers under `capacities`, or one for each average it was made for."""
+    file = profile_path(path)
     try:
-        profile = json.loads(Path(path).read_text())
+        profile = json.loads(file.read_text())
     except OSError as error:
-        raise ValueError(f"profile {path} cannot be read: {error.strerror or error}") from error
+        shipped = ", ".join(sorted(other.stem for other in _SHIPPED.glob("*.json")))
+        other = f"; msrnn comes with: {shipped}" if shipped else ""
+        raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
     except ValueError as error:
         raise ValueError(f"profile {path} is not JSON: {error}") from error
-    capacities = profile.get("capacities") if isinstance(profile, dict) else None
-    if not isinstance(capacities, list) or not capacities or not all(_is_whole(c) and c > 0 for c in capacities):
+    if not isinstance(profile, dict) or not _is_capacities(profile.get("capacities")):
         raise ValueError(f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer')
-    return [int(c) for c in capacities]
+    others = profile.get("allocations", {})
+    if not isinstance(others, dict) or not all(map(_is_capacities, others.values())):
+        raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
+    return profile
+
+
+def read_profile(path: str | Path, average: int | None = None) -> list[int]:
+    """The capacities by layer of a profile file.
+
+    Where another average is asked for than it was made for, from its curves, if it has any.
+    """
+    profile = open_profile(path)
+    others, capacities = profile.get("allocations", {}), profile["capacities"]
+    if average is None or average == profile.get("average"):
+        return list(capacities)
+    if str(average) in others or "curves" not in profile:
+        return list(others.get(str(average), capacities))
+    try:
+        curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
+        return allocate(curves, average * len(capacities))
+    except (TypeError, ValueError, LookupError) as error:
+        raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
+
+
+def _is_capacities(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(_is_whole(c) and c > 0 for c in given)
+
+
+def _profiled(text: str, profile: str) -> Plan:
+    """A policy's text and a profile as a plan; the text may name one of the profile's averages."""
+    size = _Form.read(text).size
+    return spread(text, read_profile(profile, int(size) if size.isdigit() else None))
 
 
 PolicyLike = str | Policy | Plan | Sequence[str | Policy]
@@ -168,6 +230,9 @@ def plan(policy: PolicyLike, layers: int, *, length: int | None = None, slot_byt
         made = policy
     elif isinstance(policy, Policy):
         made = Plan((policy,) * layers)
+    elif isinstance(policy, str) and ",profile=" in policy:
+        text, profile = split_profile(policy)
+        made = _profiled(text, profile or "")
     elif isinstance(policy, str):
         made = Plan((parse(policy, length=length, slot_bytes=slot_bytes),) * layers)
     elif isinstance(policy, Sequence):
@@ -220,22 +285,24 @@ class _Form:
         else:
             base = tova(capacity, self.first, self.scope or "layer")
         values = {f.name: getattr(base, f.name) for f in fields(base)}
-        return Policy(**(values | dict(_override(key, value) for key, value in self.changes)))
+        return Policy(**(values | dict(_override(key, value, capacity) for key, value in self.changes)))
 
 
 _PRESETS = ("full", "window", "h2o", "tova")
 _SPELLINGS = (*_PRESETS, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 
 
-def _override(key: str, value: str) -> tuple[str, object]:
+def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
     allowed = ("first", "last", "momentum", "scope")
     if key not in allowed:
         raise ValueError(f"unknown setting {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
     if key == "scope":
         return key, value
     try:
+        if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity
+            return key, int(Fraction(value) * capacity)
         return key, float(value) if key == "momentum" else int(value)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"{key}={value!r} is not a number") from None
 
 

@@ -76,6 +76,11 @@ def stream_tokens(
     yield from after
 
 
+def opening(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text: BOS, or nothing."""
+    return _specials(tokenizer)[0]
+
+
 def _cut(tokenizer: Any, context: str, skip: int, text: str) -> tuple[list[int], int, str, int] | None:
     """The ids up to the last safe place in `text`, that place, the context for what follows and the ids in that."""
     for place in _places(text):

@@ -29,7 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import recurrence
 from ..attention import Attention
-from ..policy import Plan, Policy, PolicyLike, plan
+from ..policy import Plan, Policy, PolicyLike, plan, split_profile
+from ..profile import check_model
 from ..recurrence import CHUNK, OnEvict
 from ..reference import Prompt
 from ..state import State
@@ -64,15 +65,18 @@ def cache(
 ) -> BoundedCache:
     """A bounded `past_key_values` for `generate` or a plain forward.
 
-    `policy` is text (`tova:512`, `window+4:1/8`, `h2o:2GiB`), a Policy, or one per layer. A fraction is of `length`,
-    the model's trained context unless given. `prompt="oneshot"` reads every call's tokens under full attention and
-    only then drops down to the capacity, as the paper's released code does.
+    `policy` is text (`tova:512`, `window+4:1/8`, `h2o:2GiB`, `tova:256,profile=FILE`), a Policy, or one per layer. A
+    fraction is of `length`, the model's trained context unless given. A profile made for another model is refused.
+    `prompt="oneshot"` reads every call's tokens under full attention and only then drops down to the capacity, as the
+    paper's released code does.
     """
     if prompt not in ("recurrent", "oneshot"):
         raise ValueError(f"unknown prompt mode {prompt!r}; allowed: recurrent, oneshot")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     layers = geometry(model)
+    if isinstance(policy, str) and (named := split_profile(policy)[1]):
+        check_model(named, model)
     length = length or getattr(text_config(model), "max_position_embeddings", None)
     slot_bytes = sum(layer.slot_bytes(model.dtype) for layer in layers)
     made = plan(policy, len(layers), length=length, slot_bytes=slot_bytes)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .options import POLICY
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..memory import Cost
     from ..policy import PolicyLike
     from ..rnn import RNN
@@ -16,32 +18,35 @@ if TYPE_CHECKING:
 
 def policy_of(arguments: Namespace) -> PolicyLike:
     """The policy as asked for; with a profile, one per layer."""
-    from ..policy import read_profile, spread
-
     if arguments.profile:
-        return spread(arguments.policy or "tova", read_profile(arguments.profile))
+        return f"{arguments.policy or 'tova'},profile={arguments.profile}"
     return arguments.policy or POLICY
 
 
 def open_rnn(arguments: Namespace) -> tuple[RNN, Any]:
     """The model as an RNN, and its tokenizer."""
+    from ..rnn import RNN
+
+    model, tokenizer = open_model(arguments)
+    rnn = RNN(model, policy_of(arguments), prompt=arguments.prompt_mode, length=arguments.length)
+    return rnn, tokenizer
+
+
+def open_model(arguments: Namespace) -> tuple[PreTrainedModel, Any]:
     import torch
 
     from ..models import load
-    from ..rnn import RNN
 
     hush()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    model, tokenizer = load(
+    return load(
         arguments.model,
         dtype=arguments.dtype,
         device=device_of(arguments.device),
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
-    rnn = RNN(model, policy_of(arguments), prompt=arguments.prompt_mode, length=arguments.length)
-    return rnn, tokenizer
 
 
 def hush() -> None:

@@ -71,7 +71,7 @@ def add_policy(parser: Parser, *, option: bool = True) -> None:
             help="what each layer keeps: tova:512, window+4:512, h2o:512, full, ...; size in tokens, as a fraction of "
             f"the length (tova:1/8) or in bytes per sequence (tova:2GiB) (default: {POLICY})",
         )
-    group.add_argument("--profile", metavar="FILE", help="JSON file with one capacity per layer, for the policy's kind")
+    group.add_argument("--profile", metavar="FILE", help="one capacity per layer: a file of msrnn calibrate")
     group.add_argument(
         "--length", type=whole(1), metavar="N", help="what fractions are of (default: the model's trained context)"
     )
@@ -84,6 +84,15 @@ def add_prompt_mode(parser: Parser) -> None:
         default="recurrent",
         help="recurrent: the prompt goes through the bounded state too; oneshot: it is read under full attention and "
         "then cut down, which needs memory for all of it (default: recurrent)",
+    )
+
+
+def add_model_place(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a hub name, a folder or a .gguf file (default: the bundled SmolLM2-135M-Instruct, fetched once)",
     )
 
 
@@ -143,9 +152,12 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
-    from ..policy import parse, read_profile, spread
+    from ..policy import parse, plan, read_profile, split_profile
 
-    if arguments.profile:
-        spread(arguments.policy or "tova", read_profile(arguments.profile))
+    policy, named = split_profile(arguments.policy or ("tova" if arguments.profile else POLICY))
+    if named and arguments.profile:
+        raise ValueError(f"--policy names the profile {named} and --profile {arguments.profile}; give one of them")
+    if profile := arguments.profile or named:
+        plan(f"{policy},profile={profile}", len(read_profile(profile)))
     else:
-        parse(arguments.policy or POLICY, length=arguments.length or 1 << 40, slot_bytes=1)
+        parse(policy, length=arguments.length or 1 << 40, slot_bytes=1)
