@@ -9,11 +9,11 @@ import io
 import os
 import sys
 
-from . import chat, generate, info, trace
+from . import advise, bench, calibrate, chat, eval, generate, info, trace
 from .errors import MAYBE, expected, one_line
 from .options import Parser
 
-COMMANDS = (generate, chat, trace, info)
+COMMANDS = (generate, chat, trace, info, eval, advise, calibrate, bench)
 _ABOUT = """\
 Run any Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
 says, whatever the length of the text. Without --model, the small bundled SmolLM2-135M-Instruct is used.
@@ -24,7 +24,10 @@ examples:
   msrnn generate -f book.txt --question "Who did it?" --stream
   msrnn chat --policy tova:256
   msrnn trace -f book.txt -o trace.safetensors
+  msrnn bench --shape llama-2-7b
   msrnn info meta-llama/Llama-3.1-8B tova:1/8 --memory 24GiB
+  msrnn advise --text book.txt --within 0.4
+  msrnn calibrate --average 256 -o profile.json
 
 exit codes: 0 done, 2 input that cannot be used (one line says why), 130 interrupted.
 With MSRNN_TRACEBACK=1 in the environment, errors come with their traceback.

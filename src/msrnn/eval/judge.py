@@ -1,0 +1,58 @@
+"""A judge of stories behind any OpenAI-compatible endpoint: which of two is better, asked twice with sides swapped."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+VERDICTS = ("wins", "ties", "losses")
+QUESTION = """\
+Two stories were written to this request:
+{request}
+
+Story A:
+{a}
+
+Story B:
+{b}
+
+Which story is better: more coherent, more interesting, closer to the request? Answer with one word: A, B or tie."""
+
+
+class Judge:
+    """The key is taken from $OPENAI_API_KEY; local servers need none."""
+
+    def __init__(self, url: str, model: str) -> None:
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ValueError("a judge needs the package openai; pip install 'msrnn[judge]'") from error
+        self.model = model
+        self.client: Any = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
+
+    def compare(self, request: str, story: str, rival: str) -> str:
+        """A win or a loss only if the judge says so on both sides."""
+        first = self.prefers(request, story, rival)
+        second = self.prefers(request, rival, story)
+        if (first, second) == ("A", "B"):
+            return "wins"
+        return "losses" if (first, second) == ("B", "A") else "ties"
+
+    def prefers(self, request: str, a: str, b: str) -> str:
+        """`A`, `B` or `tie`; an answer that is none of them is a tie."""
+        from openai import OpenAIError
+
+        asked = QUESTION.format(request=request, a=a, b=b)
+        try:
+            said = self.client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": asked}], temperature=0, max_tokens=8
+            )
+        except OpenAIError as error:
+            raise ValueError(f"the judge at {self.client.base_url} does not answer: {error}") from error
+        return verdict(said.choices[0].message.content or "")
+
+
+def verdict(answer: str) -> str:
+    found = re.match(r"\W*(?:story\s+)?(a|b)\b", answer.strip(), re.IGNORECASE)
+    return found[1].upper() if found else "tie"

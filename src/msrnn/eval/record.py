@@ -1,0 +1,122 @@
+"""Records: what was measured, how sure it is and under which conditions, one JSON line each, added and never edited.
+
+Whatever draws or tabulates reads records and nothing else. `parts` has the sums a value was made from, by the groups
+it was resampled over (books, stories), so that two policies can be compared pair by pair afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+Cell = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """`value` lies between `low` and `high` with 95 % confidence; both are None where there is one group only.
+
+    `cell` says which part of the task this is, where it has parts: {"length": 2048, "depth": 0.5}. `capacity` is None
+    for `full`. `seconds` and `peak_bytes` are of all samples of this policy together and of the worst batch.
+    """
+
+    task: str
+    model: str
+    policy: str
+    capacity: float | None
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    samples: int
+    groups: int
+    seed: int
+    dtype: str
+    machine: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+    seconds: float
+    peak_bytes: int
+    run: str
+    cell: Cell = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    command: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes a record another one than those before it."""
+        return (self.run, self.policy, self.metric, json.dumps(self.cell, sort_keys=True), self.samples, self.value)
+
+
+def write_records(path: str | Path, records: Iterable[Record]) -> list[Record]:
+    """Add the records that the file does not have yet; those."""
+    known = {record.key for record in read_records(path)} if Path(path).exists() else set()
+    new = [record for record in records if record.key not in known]
+    if new:
+        append_lines(path, (asdict(record) for record in new))
+    return new
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """All records of a file; a line that is none is named."""
+    return [_record(path, number, line) for number, line in read_lines(path)]
+
+
+def _record(path: str | Path, number: int, line: Mapping[str, Any]) -> Record:
+    known = {f.name for f in fields(Record)}
+    unknown = sorted(set(line) - known)
+    if unknown:
+        raise ValueError(f"{path}:{number}: not a record of this version: it has the field {unknown[0]!r}")
+    try:
+        return Record(**line)
+    except TypeError as error:
+        raise ValueError(f"{path}:{number}: not a whole record: {str(error).split('() ')[-1]}") from None
+
+
+def append_lines(path: str | Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Add JSON lines, and come back when they are on the disk. A line that a crash cut short before is removed."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    with target.open("ab+") as file:
+        _drop_cut_line(file)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _drop_cut_line(file: Any) -> None:
+    """A process killed in the middle of a line leaves it without its end; what stood before is whole."""
+    size = file.seek(0, os.SEEK_END)
+    end = size
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        if place >= 0:
+            end = start + place + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects; a last line without its end was cut short and is left out."""
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(raw)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(line, dict):
+                raise ValueError(f"{path}:{number}: a JSON object was expected, not {type(line).__name__}")
+            yield number, line
