@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import msrnn
-from msrnn import demo
+from msrnn import demo, policy
 from msrnn.adapters.hf import geometry
 from msrnn.memory import cost, human
 from msrnn.models import bundled
@@ -108,6 +108,34 @@ def test_a_text_and_a_question_of_ones_own(tmp_path: Path, capsys: pytest.Captur
     assert f"80 tokens of {own}" in said
     assert "keeps 20 tokens in every layer" in said
     assert "Then asked: How many?" in said
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_profile_stands_beside_the_plain_policy(
+    small: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"capacities": [4, 40, 16], "average": 20}))
+    policies = ["--policy", "tova:20", "--policy", f"tova:20,profile={file}"]
+    assert demo.main(["--length", "64", *policies, "--out", str(tmp_path / "a.png")]) == 0
+    said = capsys.readouterr().out
+    assert "tova:20            keeps 20 tokens in every layer: " in said
+    assert "tova:20 + profile  keeps 4 to 40 tokens in a layer, 20 on average: " in said
+    rows = [line.split() for line in said.splitlines() if line.startswith("tova:20") and "keeps" not in line]
+    assert [row[-9:-6] for row in rows] == [["tova:20", "64", "20"], ["profile", "64", "20"]]
+    assert rows[0][3:5] == rows[1][5:7]  # the same bytes
+    assert rows[0][-1] != rows[1][-1]  # but another perplexity
+    file.write_text(json.dumps({"capacities": [4, 40, 16], "model": {"name": "other", "layers": 9}}))
+    assert demo.main(["--length", "64", *policies, "--out", str(tmp_path / "a.png")]) == 2
+    assert "was made for another model, other" in capsys.readouterr().err
+
+
+def test_the_bundled_model_is_shown_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
+    assert demo._policies(None) == demo.POLICIES
+    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
+    assert demo._policies(None) == (*demo.POLICIES, demo.PROFILED)
+    assert demo._policies("another") == demo.POLICIES
 
 
 @pytest.mark.usefixtures("small", "one_thread")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,7 +56,7 @@ class Reader:
     def __init__(self, model: PreTrainedModel, chunks: Tensor, batch: int, told: OnRead | None = None) -> None:
         self.model, self.batch = model, batch
         self.chunks, self.told = chunks, told or (lambda who, tokens: None)
-        self.full = [loss for part in chunks.split(batch) for loss in self._losses(part, None, "full")]
+        self.full = [loss for part in torch.split(chunks, batch) for loss in self._losses(part, None, "full")]
 
     @property
     def perplexity(self) -> float:
@@ -65,7 +66,7 @@ class Reader:
         """Read until the interval lies on one side of the limit, or to the end, where the mean decides."""
         over: list[float] = []
         made = sized(kind, capacity, len(geometry(self.model)))
-        for part in self.chunks.split(self.batch):
+        for part in torch.split(self.chunks, self.batch):
             losses = self._losses(part, made, f"{kind} at {capacity}")
             over += [loss - full for loss, full in zip(losses, self.full[len(over) :], strict=False)]
             low, high = interval(over)

@@ -117,7 +117,9 @@ class Meter:
     def _measure(self, capacities: Capacities) -> dict[str, Any]:
         began, half, made = time.perf_counter(), self.chunks.shape[1] // 2, self.plan(capacities)
         piece = piece_for(self.model, min(self.settings.batch, len(self.chunks)))
-        parts = [token_nll(self.model, part, made, piece=piece) for part in self.chunks.split(self.settings.batch)]
+        parts = [
+            token_nll(self.model, part, made, piece=piece) for part in torch.split(self.chunks, self.settings.batch)
+        ]
         each = torch.cat(parts)[:, half - 1 :].double().mean(1)  # column i predicts token i + 1
         return {"nll": [round(value, 7) for value in each.tolist()], "seconds": round(time.perf_counter() - began, 3)}
 

@@ -32,21 +32,24 @@ from .analysis.figures import layers_holding, retention_map, visible
 from .memory import Peak, cost, human
 from .models import load
 from .perplexity import Progress, empty, score
-from .policy import Plan, plan
+from .policy import Plan, plan, profile_path, split_profile
+from .profile import check_model
 from .rnn import PIECE, RNN
 from .text import read_blocks, stream_tokens
 from .trace import Trace
 
 POLICIES = ("full", "tova:256")
+PROFILED = "tova:256,profile=SmolLM2-135M-Instruct"  # joins them where the bundled model is read
 LENGTH = 4096
 TOPICS = ("exceptions", "naming", "objects", "raise", "with")  # of `help()`; no two say the same
 QUESTION = 'According to the text, what is the "with" statement used for?'
 ANSWER = 64
 COLUMNS = ("policy", "tokens read", "tokens held", "KV bytes", "peak memory", "tokens/s", "perplexity")
 NOTES = """\
-KV bytes: keys and values held at the end. Peak memory: how far this process rose above the loaded model while it read
-in pieces of {piece} tokens, without scoring. Tokens/s: of that reading. Perplexity: of the text, every token predicted
-from what was held before it. full is the model as transformers runs it, with its own growing cache.
+Tokens held: per layer, on average where layers differ. KV bytes: keys and values held at the end. Peak memory: how far
+this process rose above the loaded model while it read in pieces of {piece} tokens, without scoring. Tokens/s: of that
+reading. Perplexity: of the text, every token predicted from what was held before it. full is the model as transformers
+runs it, with its own growing cache; a profile gives every layer a capacity of its own at the same total.
 Measured here and now: {here}."""
 NEXT = """\
 {seconds:.0f} seconds in all. Next: msrnn chat, msrnn generate --help, msrnn info, or ask about the first chapter, which
@@ -104,14 +107,14 @@ def _run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     model, tokenizer = load(options.model, device=options.device)
     talk = Talk.of(tokenizer, blocks(options.text), options.length, options.question)
-    plans = _plans(model, options.policy or POLICIES, len(talk.read))
+    plans = _plans(model, options.policy or _policies(options.model), len(talk.read))
     say(_promise(model, talk, plans, options.text))
     rows: list[Row] = []
     trace = None
     for policy, made in plans.items():
         row, traced = measure(model, tokenizer, talk, policy, made)
         rows.append(row)
-        trace = traced or trace
+        trace = trace or traced
     picture = _draw(trace, tokenizer, options.out)
     say(table(rows))
     say(f"\n{NOTES.format(piece=PIECE, here=_here(model))}\n")
@@ -169,11 +172,22 @@ def _turn(tokenizer: Any) -> tuple[str, str]:
     return before, after
 
 
+def _policies(model: str | None) -> tuple[str, ...]:
+    """The bundled model has a profile of its own, which comes with the package."""
+    profile = split_profile(PROFILED)[1] or ""
+    return (*POLICIES, PROFILED) if model is None and profile_path(profile).is_file() else POLICIES
+
+
 def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict[str, Plan]:
-    """Every policy as one per layer, a fraction being of the text's length."""
-    layers = geometry(model)
+    """Every policy, by the name it has in the table, as one per layer; a fraction is of the text's length."""
+    layers, plans = geometry(model), dict[str, Plan]()
     slot = sum(layer.slot_bytes(model.dtype) for layer in layers)
-    return {policy: plan(policy, len(layers), length=length, slot_bytes=slot) for policy in policies}
+    for policy in policies:
+        name, profile = split_profile(policy)
+        if profile:
+            check_model(profile, model)
+        plans[f"{name} + profile" if profile else name] = plan(policy, len(layers), length=length, slot_bytes=slot)
+    return plans
 
 
 def measure(
@@ -192,7 +206,7 @@ def measure(
         started = time.perf_counter()
         _read(model, ids, into, progress)
         seconds = time.perf_counter() - started
-    held, size = into.held if isinstance(into, BoundedCache) else into.get_seq_length(), nbytes(into)
+    held, size = _held(into), nbytes(into)
     state = None if bound is None else RNN(model, bound).start(trace=True)
     into = empty(model) if state is None else state.cache
     with _bar(f"{policy}: scoring", len(ids)) as progress:
@@ -214,6 +228,14 @@ def _read(model: PreTrainedModel, ids: list[int], into: Cache, progress: Progres
         logits[0, 0, 0].item()  # waits for a GPU, as whoever uses them would
         if progress is not None:
             progress(piece.shape[1])
+
+
+def _held(made: Cache) -> int:
+    """Tokens per layer, on average where the layers differ."""
+    if not isinstance(made, BoundedCache):
+        return int(made.get_seq_length())
+    each = [int(layer.state.held.max()) for layer in made.bounded if layer.state is not None]
+    return round(sum(each) / len(each))
 
 
 def nbytes(made: Cache) -> int:
@@ -258,9 +280,16 @@ def _promise(model: PreTrainedModel, talk: Talk, plans: dict[str, Plan], source:
         price = cost(layers, made, model.dtype, length)
         does = f"keeps every token: {human(price.full)} at the end, and growing"
         if made.average is not None:
-            does = f"keeps {made.average:g} tokens in every layer: {human(price.state)}, whatever the length"
+            does = f"keeps {_sizes(made)}: {human(price.state)}, whatever the length"
         lines.append(f"  {policy:{wide}}  {does}")
     return "\n".join(lines) + "\n"
+
+
+def _sizes(made: Plan) -> str:
+    if made.uniform:
+        return f"{made.average:g} tokens in every layer"
+    sizes = [policy.capacity or 0 for policy in made.policies]
+    return f"{min(sizes):,} to {max(sizes):,} tokens in a layer, {made.average:g} on average"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ def read_chunks(
     from ..calibrate import chunks_of, default_text
     from ..text import opening
 
-    texts = {name: read_blocks(name) for name in arguments.text or []} or {"Python's documentation": [default_text()]}
+    texts: dict[str, Iterable[str]] = {name: read_blocks(name) for name in arguments.text or []}
+    texts = texts or {"Python's documentation": [default_text()]}
     read = {name: list(islice(stream_tokens(tokenizer, text, special=False), _MOST)) for name, text in texts.items()}
     before = torch.tensor(opening(tokenizer), dtype=torch.long)
     length = _length(arguments, model, min(map(len, read.values())) + len(before))
