@@ -56,11 +56,12 @@ def best(losses: Losses, kinds: Iterable[str], capacities: Sequence[int], count:
 
 
 def choose(losses: Losses, quick: bool) -> str:
-    few = best(losses, candidates(), (256,), 8)
-    both = [kind for one in few for kind in (one, one.replace(",", "+4,", 1))]
+    low, middle, high = CAPACITIES[0], CAPACITIES[len(CAPACITIES) // 2], CAPACITIES[-1]
+    few = best(losses, candidates(), (middle,), 8)
     if quick:
         return few[0]
-    fewer = best(losses, both, (64, 256, 1024), 6)
+    both = [kind for one in few for kind in (one, one.replace(",", "+4,", 1))]
+    fewer = best(losses, both, (low, middle, high), 6)
     return best(losses, fewer, CAPACITIES, 1)[0]
 
 
