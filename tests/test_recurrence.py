@@ -103,7 +103,7 @@ def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
         want.append(reference.run(ref, *arguments, prompt=prompt))
         start = end
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda device: SCANS[scan])
+        patch.setenv("MSRNN_OPS", scan)
         out, state, deaths = chunked(
             case["policy"], attention, query, key, value, case["splits"], case["chunk"], prompt=prompt
         )
@@ -122,7 +122,7 @@ def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.Da
     real = torch.tensor(pattern).view(3, -1)
     attention = Attention(0.5, case["softcap"], case["window"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda device: SCANS[scan])
+        patch.setenv("MSRNN_OPS", scan)
         splits = case["splits"] if prompt == "recurrent" else [case["length"]]
         out, state, deaths = chunked(case["policy"], attention, query, key, value, splits, case["chunk"], real, prompt)
     assert out.isfinite().all()
@@ -142,7 +142,7 @@ def softmax(weights: Tensor, mass: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("scan", SCANS)
 def test_ties_the_older_leaves(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "choose", lambda device: SCANS[scan])
+    monkeypatch.setenv("MSRNN_OPS", scan)
     flat = torch.zeros(1, 1, 10, 4, dtype=torch.float64)  # every weight of a row is the same
     _, state, deaths = chunked(parse("tova:4"), Attention(1.0), flat, flat, flat, [10], 7)
     assert sorted(state.positions[0, 0].tolist()) == [-1, 6, 7, 8, 9]
@@ -152,7 +152,7 @@ def test_ties_the_older_leaves(scan: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("scan", SCANS)
 def test_a_dead_maximum_does_not_starve_the_row(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column that left may hold a chunk's largest logit; taking it as the row's maximum would give 0 / 0."""
-    monkeypatch.setattr(ops, "choose", lambda device: SCANS[scan])
+    monkeypatch.setenv("MSRNN_OPS", scan)
     logits = torch.zeros(1, 1, 3, 4)
     logits[..., 0] = torch.tensor([-1.0, 500.0, 500.0])  # the victim of row 0, and huge afterwards
     births = torch.tensor([[[0, 1, 2, 3]]])

@@ -43,7 +43,7 @@ class Attention:
             logits = torch.baddbmm(nothing, grouped, shared, wide, beta=0, alpha=self.scale)
             self._finish(logits, exponentials)
             return logits.view(batch, heads, rows, columns)
-        scaled = scratch("query", tuple(query.shape), wide, query.device).copy_(query).mul_(self.scale)
+        scaled = torch.mul(query, self.scale, out=scratch("query", tuple(query.shape), wide, query.device))
         grouped = scaled.view(*shape[:2], size)
         shared = keys.to(wide).reshape(shape[0], columns, size).mT
         logits = scratch("logits", shape, wide, query.device)
@@ -54,6 +54,10 @@ class Attention:
                 self._finish(torch.mm(grouped[head], shared[head], out=logits[head]), exponentials)
         return logits.view(batch, heads, rows, columns)
 
+    def own(self, rows: Tensor) -> Tensor:
+        """[B, H, C, N]: the rows of the heads that this process holds: all, unless a subclass spreads the heads."""
+        return rows
+
     def _finish(self, logits: Tensor, exponentials: bool) -> None:
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -61,17 +65,23 @@ class Attention:
             logits.exp_()
 
 
-def mix(weights: Tensor, values: Tensor, mass: Tensor | None = None) -> Tensor:
-    """[B, H, C, N], [B, E, N, D] -> [B, H, C, D]: the values summed by weight, over `mass` [B, H, C, 1] if given."""
+def mix(weights: Tensor, values: Tensor, mass: Tensor | None, out: Tensor) -> None:
+    """weights [B, H, C, N], values [B, E, N, D] -> out [B, H, C, D]: summed by weight, over `mass` [B, H, C, 1]."""
     batch, heads, rows, columns = weights.shape
-    stored = values.shape[1]
+    shape = (batch * values.shape[1], heads // values.shape[1] * rows, columns)
+    grouped, shared = weights.reshape(shape), values.reshape(shape[0], columns, -1)
     if _narrow(values):
-        grouped = weights.to(values.dtype).reshape(batch * stored, heads // stored * rows, columns)
-        output = torch.bmm(grouped, values.reshape(batch * stored, columns, -1), weights.dtype)
+        mixed = torch.bmm(grouped.to(values.dtype), shared, weights.dtype)
     else:
-        output = weights.reshape(batch, stored, heads // stored * rows, columns) @ values.to(weights.dtype)
-    output = output.view(batch, heads, rows, values.shape[3])
-    return (output if mass is None else output.div_(mass)).to(values.dtype)
+        mixed = scratch("mixed", (*shape[:2], values.shape[3]), weights.dtype, weights.device)
+        torch.bmm(grouped, shared.to(weights.dtype), out=mixed)
+    mixed = mixed.view(batch, heads, rows, -1)
+    if mass is None:
+        out.copy_(mixed)
+    elif out.dtype == mixed.dtype:
+        torch.div(mixed, mass, out=out)
+    else:
+        out.copy_(mixed.div_(mass))
 
 
 def _narrow(tensor: Tensor) -> bool:

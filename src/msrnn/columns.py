@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops
 from .scratch import scratch
 from .state import State
 
@@ -52,25 +53,13 @@ class Columns:
     def scores(self) -> Tensor | None:
         return None if self._scores is None else self._scores[:, :, : self.used]
 
-    def keep(self, alive: Tensor, scores: Tensor | None) -> None:
-        """alive [B, U, N]: the rest leaves, and what stands past the state's end moves into free places."""
-        births = self.births.masked_fill_(~alive, -1)
+    def keep(self, expiry: Tensor, scores: Tensor | None) -> None:
+        """expiry [B, U, N]: who will be seen no more leaves; what stands past the state's end moves to free places."""
         if self._scores is not None and scores is not None:
             self._scores[:, :, : self.used] = scores
         end = self.used if self.state.limit is None else min(self.used, self.state.limit - 1)
-        past, self.used = slice(end, self.used), end
-        if end in (0, past.stop):
-            return
-        staying = births[:, :, past] >= 0
-        free = (births[:, :, :end] >= 0).to(torch.uint8).argsort(dim=-1, stable=True)  # free places first
-        place = free.gather(2, (staying.cumsum(-1) - 1).clamp(0, end - 1))
-        itself = torch.arange(past.start, past.stop, device=births.device)
-        place = torch.where(staying, place, itself)
-        births.scatter_(2, place, births[:, :, past].clone())
-        if self._scores is not None:
-            self._scores.scatter_(2, place, self._scores[:, :, past].clone())
-        put(self._keys, place, self._keys[:, :, past].clone())
-        put(self._values, place, self._values[:, :, past].clone())
+        ops.compact(self._births, self._scores, (self._keys, self._values), expiry, self.used, end)
+        self.used = end
 
     def close(self) -> None:
         """What is left becomes the state."""
@@ -82,15 +71,6 @@ class Columns:
         if state.scores is not None and self.scores is not None:
             state.scores[:, :, room] = self.scores
         state.packed = True
-
-
-def put(rows: Tensor, place: Tensor, new: Tensor) -> None:
-    """rows [B, E, S, D], place [B, U, C], new [B, E, C, D]: each unit's rows go to its own places, in place."""
-    if place.shape[:2] == (1, 1):
-        rows.index_copy_(2, place[0, 0], new)
-        return
-    index = place.repeat_interleave(rows.shape[1] // place.shape[1], 1)
-    rows.scatter_(2, index[..., None].expand(-1, -1, -1, rows.shape[3]), new)
 
 
 def _open(name: str, rows: Tensor, used: int, room: int) -> Tensor:

@@ -15,15 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import ops
 from .attention import Attention, mix
-from .columns import Columns, put
+from .columns import Columns
 from .ops import NEVER, Vanished
-from .ops.eager import Scanned
+from .ops.eager import Scanned, put
 from .policy import Policy
 from .reference import Prompt
 from .state import State, decides_by_age
 
-CHUNK = 256
-Advanced = tuple[Tensor, Tensor, Tensor | None]  # outputs, expiry, scores
+CHUNK = 128
+Advanced = tuple[Tensor, Tensor | None]  # expiry, scores
 OnEvict = Callable[[Tensor, Tensor], None]  # births [B, U, N], expiry [B, U, N] of a chunk's columns
 
 
@@ -52,19 +52,20 @@ def run(
     columns = Columns(state, key, value, total if prompt == "oneshot" else chunk)
     output = value.new_empty(*query.shape[:3], value.shape[3])
     advance = _oneshot if prompt == "oneshot" else _chunk
-    start = 0
+    steps, start = _steps(state, real, total), 0
     while start < total:
         size = total if prompt == "oneshot" else _piece(state, policy, attention, total - start, chunk)
         part = slice(start, start + size)
-        steps = _steps(state, None if real is None else real[:, part], size)
-        columns.add(key[:, :, part], value[:, :, part], steps)
-        output[:, :, part], expiry, scores = advance(columns, query[:, :, part], steps, policy, attention, chunk)
+        columns.add(key[:, :, part], value[:, :, part], steps[:, part])
+        expiry, scores = advance(
+            output[:, :, part], columns, query[:, :, part], steps[:, part], policy, attention, chunk
+        )
         if on_evict is not None:
             on_evict(columns.births, expiry)
-        columns.keep(expiry == NEVER, scores)
+        columns.keep(expiry, scores)
         state.fed += size
-        state.seen += _arrived(steps)
         start += size
+    state.seen += _arrived(steps)
     columns.close()
     return output
 
@@ -96,22 +97,39 @@ def _steps(state: State, real: Tensor | None, size: int) -> Tensor:
 
 
 def _chunk(
-    columns: Columns, query: Tensor, steps: Tensor, policy: Policy, attention: Attention, chunk: int
+    output: Tensor, columns: Columns, query: Tensor, steps: Tensor, policy: Policy, attention: Attention, chunk: int
 ) -> Advanced:
-    """Outputs, expiry and scores of a chunk under the recurrence."""
+    """A chunk under the recurrence: its outputs are written, its expiry and scores returned."""
     keys, values, births, state = columns.keys, columns.values, columns.births, columns.state
     fits = policy.capacity is None or state.fed + query.shape[2] <= policy.capacity
     nobody_leaves = fits and state.scores is None and attention.window is None
     if nobody_leaves or decides_by_age(policy, attention.window):
         expiry = _expiry_by_age(births, replace(policy, capacity=None) if nobody_leaves else policy, attention.window)
         causal = nobody_leaves and state.fed == 0 and bool((steps >= 0).all())
-        output = _attend(state, query, keys, values, attention, None if causal else _mask(births, expiry, steps))
-        return output, torch.where(expiry <= steps.amax(1)[:, None, None], expiry, NEVER), None
+        _attend(output, state, query, keys, values, attention, (births, expiry, steps), causal)
+        return torch.where(expiry <= steps.amax(1)[:, None, None], expiry, NEVER), None
     scanned = _scan(state, query, keys, births, steps, columns.scores, policy, attention)
-    return mix(scanned.weights, values, scanned.mass), scanned.expiry, scanned.scores
+    mix(scanned.weights, values, scanned.mass, out=output)
+    return scanned.expiry, scanned.scores
 
 
 def _scan(
+    state: State,
+    query: Tensor,
+    keys: Tensor,
+    births: Tensor,
+    steps: Tensor,
+    scores: Tensor | None,
+    policy: Policy,
+    attention: Attention,
+) -> Scanned:
+    """A chunk's evictions by all heads, and the weights of those that this process holds."""
+    scanned = _scan_all(state, query, keys, births, steps, scores, policy, attention)
+    mass = None if scanned.mass is None else attention.own(scanned.mass)
+    return scanned._replace(weights=attention.own(scanned.weights), mass=mass)
+
+
+def _scan_all(
     state: State,
     query: Tensor,
     keys: Tensor,
@@ -132,21 +150,22 @@ def _scan(
 
 
 def _oneshot(
-    columns: Columns, query: Tensor, steps: Tensor, policy: Policy, attention: Attention, chunk: int
+    output: Tensor, columns: Columns, query: Tensor, steps: Tensor, policy: Policy, attention: Attention, chunk: int
 ) -> Advanced:
     """All under full attention, then down to the capacity at once by the scores after the last token."""
     nobody = replace(policy, capacity=None, first=0, last=0)
-    births, scores, outputs = columns.births, columns.scores, []
-    for rows, part in zip(torch.split(query, chunk, 2), torch.split(steps, chunk, 1), strict=True):
+    births, scores = columns.births, columns.scores
+    parts = (torch.split(query, chunk, 2), torch.split(steps, chunk, 1), torch.split(output, chunk, 2))
+    for rows, part, out in zip(*parts, strict=True):
         logits = attention.logits(rows, columns.keys)
         scanned = ops.scan(logits, births, part, scores, nobody, attention.window, attention.sinks)
-        outputs.append(mix(scanned.weights, columns.values, scanned.mass))
+        mix(scanned.weights, columns.values, scanned.mass, out=out)
         scores = scanned.scores
     assert scores is not None
     last = torch.maximum(steps.amax(1), columns.state.seen - 1)[:, None, None]
     expiry = _expiry_by_age(births, nobody, attention.window)
     expiry = _drop_lowest(torch.where(expiry <= last, expiry, NEVER), scores, births, last, policy)
-    return torch.cat(outputs, 2), expiry, scores
+    return expiry, scores
 
 
 def _arrived(steps: Tensor) -> Tensor:
@@ -154,54 +173,43 @@ def _arrived(steps: Tensor) -> Tensor:
     return (steps >= 0).sum(1)
 
 
-def _mask(births: Tensor, expiry: Tensor, steps: Tensor) -> Tensor:
-    """[B, U, C, N]: which columns each row sees. A row of padding sees everything, so that it stays finite."""
-    now = steps[:, None, :, None]
-    born = (births[:, :, None] >= 0) & (births[:, :, None] <= now)
-    return (born & (now <= expiry[:, :, None])) | (now < 0)
-
-
 def _attend(
-    state: State, query: Tensor, keys: Tensor, values: Tensor, attention: Attention, mask: Tensor | None
-) -> Tensor:
-    """Attention under a mask [B, U, C, N], or causal where there is none."""
-    heads, rows = query.shape[1:3]
-    if attention.plain and (mask is None or query.is_cuda or rows == 1):
-        mask = mask if mask is None or mask.shape[1] == 1 else mask.repeat_interleave(heads // mask.shape[1], 1)
-        grouped = keys.shape[1] != heads
-        return scaled_dot_product_attention(
-            query, keys, values, mask, is_causal=mask is None, scale=attention.scale, enable_gqa=grouped
+    output: Tensor,
+    state: State,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attention: Attention,
+    visible: tuple[Tensor, Tensor, Tensor],
+    causal: bool = False,
+) -> None:
+    """Attention to what is `visible` (births, expiry, steps), or `causal`, which is the same and faster to say."""
+    if attention.plain and (causal or query.is_cuda or query.shape[2] == 1):
+        mask = None if causal else ops.mask(*visible)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
+        grouped = keys.shape[1] != query.shape[1]
+        output.copy_(
+            scaled_dot_product_attention(
+                query, keys, values, mask, is_causal=causal, scale=attention.scale, enable_gqa=grouped
+            )
         )
-    if mask is None:
-        mask = torch.ones(1, 1, rows, keys.shape[2], dtype=torch.bool, device=query.device).tril_()
-    quick = None if state.careful else _quick_softmax(attention.logits(query, keys, True), mask, attention.sinks)
-    if quick is not None:
-        return mix(quick[0], values, quick[1])
-    state.careful = True
+        return
+    if not state.careful:  # on the CPU twice as fast as SDPA under a mask
+        try:
+            weights = attention.logits(query, keys, exponentials=True)
+            mix(weights, values, ops.hide(weights, *visible, attention.sinks), out=output)
+            return
+        except Vanished:
+            state.careful = True
+    mask = ops.mask(*visible)
     logits = attention.logits(query, keys)
-    _by_unit(logits, mask).masked_fill_(~mask[:, :, None], -torch.inf)
+    logits.view(len(mask), mask.shape[1], -1, *mask.shape[2:]).masked_fill_(~mask[:, :, None], -torch.inf)
     if attention.sinks is None:
-        return mix(torch.softmax(logits, -1, out=logits), values)
+        mix(torch.softmax(logits, -1, out=logits), values, out=output)
+        return
     sinks = attention.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return mix(torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], values)
-
-
-def _by_unit(rows: Tensor, mask: Tensor) -> Tensor:
-    """rows [B, H, C, N] as [B, U, H / U, C, N] for a mask [B, U, C, N]."""
-    return rows.view(len(rows), mask.shape[1], -1, *rows.shape[2:])
-
-
-def _quick_softmax(weights: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Weights and mass from exponentials, in their own memory; None where they have overflowed or underflowed.
-
-    On the CPU twice as fast as SDPA under a mask.
-    """
-    _by_unit(weights, mask).mul_(mask[:, :, None].to(weights.dtype))
-    mass = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        mass += sinks.detach().to(mass.dtype).exp().view(-1, 1, 1)
-    low, high = torch.aminmax(mass)
-    return (weights, mass) if bool((low > 1e-30) & (high < 1e37)) else None
+    mix(torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], values, out=output)
 
 
 def _step(
@@ -227,12 +235,14 @@ def _step(
     put(keys, vacant, key)
     put(values, vacant, value)
     scores = None if state.scores is None else state.scores[:, :, used].scatter(2, vacant, 0)
+    output = value.new_empty(*query.shape[:3], value.shape[3])
     if decides_by_age(policy, attention.window):
         expiry = _expiry_by_age(positions, policy, attention.window)
-        output = _attend(state, query, keys, values, attention, _mask(positions, expiry, steps))
+        _attend(output, state, query, keys, values, attention, (positions, expiry, steps))
     else:
         scanned = _scan(state, query, keys, positions, steps, scores, policy, attention)
-        output, expiry, scores = mix(scanned.weights, values, scanned.mass), scanned.expiry, scanned.scores
+        expiry, scores = scanned.expiry, scanned.scores
+        mix(scanned.weights, values, scanned.mass, out=output)
     leaving = expiry <= steps[:, None]
     if on_evict is not None:
         on_evict(positions, torch.where(leaving, expiry, NEVER))

@@ -1,10 +1,10 @@
-"""The hot operation, `scan`, chosen once by device: plain PyTorch, compiled for the CPU, or Triton on a GPU."""
+"""The hot operations, chosen once by device: plain PyTorch, or compiled for the CPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from types import ModuleType
 
 from torch import Tensor
 
@@ -13,21 +13,26 @@ from . import eager
 
 NEVER = eager.NEVER
 Vanished = eager.Vanished
-Scan = Callable[..., eager.Scanned]
+mask = eager.mask
 
 
-def choose(device: str) -> Scan:
-    """The implementation for a kind of device; MSRNN_OPS=eager asks for plain PyTorch everywhere."""
+def compiled(device: str) -> bool:
+    """Whether a kind of device has compiled operations here; MSRNN_OPS=eager asks for plain PyTorch everywhere."""
     wanted = os.environ.get("MSRNN_OPS", "auto")
     if wanted not in ("auto", "eager", "compiled"):
         raise ValueError(f"MSRNN_OPS is {wanted!r}; allowed: auto, eager, compiled")
-    if wanted != "eager" and device == "cpu" and importlib.util.find_spec("numba"):
-        from . import cpu
-
-        return cpu.scan
-    if wanted == "compiled":
+    able = device == "cpu" and importlib.util.find_spec("numba") is not None
+    if wanted == "compiled" and not able:
         raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here (is numba installed?)")
-    return eager.scan
+    return able and wanted != "eager"
+
+
+def _rows(device: str) -> ModuleType:
+    if not compiled(device):
+        return eager
+    from . import cpu_rows
+
+    return cpu_rows
 
 
 def scan(
@@ -45,11 +50,27 @@ def scan(
     An implementation that is `quick` also takes the logits' exponentials in their place, and works in their memory. It
     raises `Vanished` if they have overflowed or underflowed: then call again with the logits themselves.
     """
-    chosen = choose(logits.device.type)
-    more = {"exponentials": True} if exponentials else {}
-    return chosen(logits, births, steps, scores, policy, window, sinks, **more)
+    device = logits.device.type
+    if not compiled(device):
+        return eager.scan(logits, births, steps, scores, policy, window, sinks)
+    from . import cpu
+
+    return cpu.scan(logits, births, steps, scores, policy, window, sinks, exponentials)
 
 
 def quick(device: str) -> bool:
-    """Whether the implementation for a kind of device takes exponentials."""
-    return choose(device).__module__ == f"{__name__}.cpu"
+    """Whether the scan for a kind of device takes exponentials."""
+    return compiled(device) and device == "cpu"
+
+
+def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None) -> Tensor:
+    """Exponentials of what is not visible become 0; see `eager.hide`."""
+    mass: Tensor = _rows(weights.device.type).hide(weights, births, expiry, steps, sinks)
+    return mass
+
+
+def compact(
+    births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
+) -> None:
+    """Close the gaps that a chunk's evictions left; see `eager.compact`."""
+    _rows(births.device.type).compact(births, scores, rows, expiry, used, end)

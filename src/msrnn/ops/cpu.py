@@ -22,8 +22,8 @@ from .eager import NEVER, Scanned, Vanished
 
 _NEVER = np.int64(NEVER)
 _GONE = np.int32(2**31 - 1)  # the age of a column that is empty or has left, and that no limit reaches
-_FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 
 
 def scan(
@@ -43,39 +43,48 @@ def scan(
     up to about 80, and `Vanished` is raised for others.
     """
     scores = logits.new_zeros(births.shape) if scores is None else scores.clone()
-    expiry = torch.empty(births.shape, dtype=torch.int64)
+    expiry = torch.empty_like(births, memory_format=torch.contiguous_format)
     sunk = logits.new_zeros(1, 1, 1) if sinks is None else sinks.detach().to(logits.dtype).view(-1, 1, 1)
+    mass = logits.new_empty(*logits.shape[:3], 1)  # holds the sinks' share already, if there are sinks
     if not exponentials:
         top = logits.amax(-1, keepdim=True)
         top = top if sinks is None else torch.maximum(top, sunk)
         weights = scratch("weights", tuple(logits.shape), logits.dtype, logits.device)
         torch.sub(logits, top, out=weights).exp_()
-        mass = (sunk - top).exp_()
+        torch.sub(sunk, top, out=mass).exp_()
     else:
         weights = logits
-        mass = sunk.exp().expand(*logits.shape[:3], 1).contiguous()
+        if sinks is not None:
+            mass.copy_(sunk.exp())
     bits = scores.view(torch.int32 if scores.itemsize == 4 else torch.int64)
-    failed = torch.zeros(births.shape[:2], dtype=torch.bool)
-    tensors = (logits, weights, mass, births.contiguous(), steps.contiguous(), scores, bits, expiry, failed, sunk)
+    failed = np.zeros(births.shape[:2], np.bool_)
+    tensors = (logits, weights, mass, births.contiguous(), steps.contiguous(), scores, bits, expiry)
     arguments = (
         *(tensor.numpy() for tensor in tensors),
+        failed,
+        sunk.numpy(),
         sinks is not None,
         not exponentials,
         policy.first,
         policy.last,
         NEVER if policy.capacity is None else policy.capacity,
         NEVER if window is None else window,
-        weights.numpy().dtype.type(policy.momentum),
+        np.float32(policy.momentum) if weights.itemsize == 4 else np.float64(policy.momentum),
     )
-    units = [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
-    if len(units) == 1 or torch.get_num_threads() == 1:
-        for row, unit in units:
-            _scan(row, unit, *arguments)
-    else:
-        list(_pool(torch.get_num_threads()).map(lambda unit: _scan(*unit, *arguments), units))
+    spread(_scan, [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])], *arguments)
     if failed.any():
         raise Vanished("a row's exponentials overflowed or vanished")
     return Scanned(weights, mass, expiry, scores)
+
+
+def spread(work: Any, parts: list[tuple[int, int]], *arguments: Any) -> None:
+    """work(*part, *arguments) for every part, on as many threads as PyTorch uses; `work` releases the GIL."""
+    threads = torch.get_num_threads()
+    if len(parts) == 1 or threads == 1:
+        for part in parts:
+            work(*part, *arguments)
+    else:
+        list(_pool(threads).map(lambda part: work(*part, *arguments), parts))
 
 
 @cache

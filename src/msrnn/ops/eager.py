@@ -1,4 +1,4 @@
-"""`scan` in plain PyTorch: a chunk's softmaxes, scores and evictions, one row at a time, on any device."""
+"""The hot operations in plain PyTorch, on any device."""
 
 from __future__ import annotations
 
@@ -78,3 +78,55 @@ def _victim(scores: Tensor, births: Tensor, staying: Tensor, now: Tensor, policy
     lowest = free & (ranked == ranked.amin(-1, keepdim=True))
     oldest = births.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True)
     return torch.zeros_like(staying).scatter_(-1, oldest, True) & full
+
+
+def mask(births: Tensor, expiry: Tensor, steps: Tensor) -> Tensor:
+    """births, expiry [B, U, N], steps [B, C] -> [B, U, C, N]: which columns each row sees.
+
+    A row of padding sees everything, so that it stays finite.
+    """
+    now = steps[:, None, :, None]
+    born = (births[:, :, None] >= 0) & (births[:, :, None] <= now)
+    return (born & (now <= expiry[:, :, None])) | (now < 0)
+
+
+def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None) -> Tensor:
+    """weights [B, H, C, N], exponentials, become 0 where a column is not visible -> mass [B, H, C, 1], sinks in it."""
+    seen = mask(births, expiry, steps)
+    weights.view(len(seen), seen.shape[1], -1, *seen.shape[2:]).mul_(seen[:, :, None].to(weights.dtype))
+    mass = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        mass += sinks.detach().to(mass.dtype).exp().view(-1, 1, 1)
+    low, high = torch.aminmax(mass)
+    if not bool((low > 1e-30) & (high < 1e37)):
+        raise Vanished("a row's exponentials overflowed or vanished")
+    return mass
+
+
+def compact(
+    births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
+) -> None:
+    """births, scores [B, U, N], rows [B, E, N, D], expiry [B, U, used]: columns that have left become empty (-1), and
+    those that stay at or past `end` move into the empty places before it, in order."""
+    births = births[:, :, :used]
+    births.masked_fill_(expiry != NEVER, -1)
+    if end in (0, used):
+        return
+    staying = births[:, :, end:] >= 0
+    free = (births[:, :, :end] >= 0).to(torch.uint8).argsort(dim=-1, stable=True)  # free places first
+    place = free.gather(2, (staying.cumsum(-1) - 1).clamp(0, end - 1))
+    place = torch.where(staying, place, torch.arange(end, used, device=births.device))
+    births.scatter_(2, place, births[:, :, end:].clone())
+    if scores is not None:
+        scores.scatter_(2, place, scores[:, :, end:used].clone())
+    for row in rows:
+        put(row, place, row[:, :, end:used].clone())
+
+
+def put(rows: Tensor, place: Tensor, new: Tensor) -> None:
+    """rows [B, E, S, D], place [B, U, C], new [B, E, C, D]: each unit's rows go to its own places, in place."""
+    if place.shape[:2] == (1, 1):
+        rows.index_copy_(2, place[0, 0], new)
+        return
+    index = place.repeat_interleave(rows.shape[1] // place.shape[1], 1)
+    rows.scatter_(2, index[..., None].expand(-1, -1, -1, rows.shape[3]), new)

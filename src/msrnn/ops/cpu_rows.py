@@ -1,0 +1,89 @@
+"""`hide` and `compact` compiled for the CPU: the same arguments and results as in `eager`, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cpu import FAST, spread
+from .eager import NEVER, Vanished
+
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+_NEVER = np.int64(NEVER)
+_WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # rows move as words: NumPy has no bfloat16
+
+
+def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None) -> Tensor:
+    """See `eager.hide`. A row of padding has no weights and a mass of 1."""
+    mass = weights.new_empty(*weights.shape[:3], 1)
+    if sinks is not None:
+        mass.copy_(sinks.detach().to(mass.dtype).exp().view(-1, 1, 1).expand_as(mass))
+    parts = [(row, part) for row in range(len(weights)) for part in range(torch.get_num_threads())]
+    failed = np.zeros((len(weights), torch.get_num_threads()), np.bool_)
+    arrays = (tensor.numpy() for tensor in (weights, mass, births, expiry, steps))
+    spread(_hide, parts, *arrays, failed, sinks is not None)
+    if failed.any():
+        raise Vanished("a row's exponentials overflowed or vanished")
+    return mass
+
+
+def compact(
+    births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
+) -> None:
+    """See `eager.compact`."""
+    units = [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
+    words = [row.view(_WORD[row.itemsize]).numpy() for row in rows]
+    scored = np.empty((1, 1, 1), np.float32) if scores is None else scores.numpy()
+    spread(_compact, units, births.numpy(), scored, expiry.numpy(), *words, used, end, scores is not None)
+
+
+@_jit
+def _hide(b, part, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
+    """One part of a sequence's rows."""
+    units, columns, rows = births.shape[1], births.shape[2], steps.shape[1]
+    heads, size = weights.shape[1] // units, (rows + failed.shape[1] - 1) // failed.shape[1]
+    alive = np.empty(columns, weights.dtype)
+    for c in range(part * size, min(rows, (part + 1) * size)):
+        now = steps[b, c]
+        for u in range(units):
+            born, last = births[b, u], expiry[b, u]
+            for n in range(columns):
+                alive[n] = 1 if (born[n] >= 0) & (born[n] <= now) & (now <= last[n]) else 0
+            for h in range(u * heads, (u + 1) * heads):
+                left = mass[b, h, c, 0] if sinking else weights.dtype.type(0)
+                row = weights[b, h, c]
+                for n in range(columns):
+                    row[n] *= alive[n]
+                    left += row[n]
+                if now < 0:
+                    left = weights.dtype.type(1)
+                if not 1e-30 < left < 1e37:
+                    failed[b, part] = True
+                    return
+                mass[b, h, c, 0] = left
+
+
+@_jit
+def _compact(b, u, births, scores, expiry, keys, values, used, end, scored):  # type: ignore[no-untyped-def]
+    """One unit's columns, and the rows of the heads it decides for."""
+    heads = keys.shape[1] // births.shape[1]
+    born = births[b, u]
+    for n in range(used):
+        if expiry[b, u, n] != _NEVER:
+            born[n] = -1
+    free = 0
+    for n in range(end, used if end > 0 else 0):
+        if born[n] < 0:
+            continue
+        while born[free] >= 0:
+            free += 1
+        born[free] = born[n]
+        if scored:
+            scores[b, u, free] = scores[b, u, n]
+        for h in range(u * heads, (u + 1) * heads):
+            keys[b, h, free] = keys[b, h, n]
+            values[b, h, free] = values[b, h, n]
