@@ -66,7 +66,7 @@ def parse_bytes(text: str) -> int:
 
 
 class Peak:
-    """How far memory rose inside a `with` block: CUDA's own count, or the resident set of this process."""
+    """How far memory rose inside a `with` block: CUDA's own count, or what this process has in memory of its own."""
 
     def __init__(self, device: torch.device | str = "cpu", every: float = 0.005) -> None:
         self.device, self.every, self.bytes = torch.device(device), every, 0
@@ -88,17 +88,25 @@ class Peak:
         else:
             self._stop.set()
             self._thread.join()
+            self._look()
 
     def _watch(self) -> None:
         while not self._stop.wait(self.every):
-            self.bytes = max(self.bytes, resident() - self._start)
+            self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, resident() - self._start)
 
 
 def resident() -> int:
-    """Bytes of this process in memory now (the peak so far, where there is no /proc)."""
+    """Bytes of this process in memory now (the peak so far, where there is no /proc).
+
+    Pages of files do not count: weights that are mapped come and go as the system likes.
+    """
     statm = Path("/proc/self/statm")
     if statm.exists():
-        return int(statm.read_text().split()[1]) * _page()
+        _, held, of_files, *_ = map(int, statm.read_text().split())
+        return (held - of_files) * _page()
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

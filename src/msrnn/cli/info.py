@@ -46,29 +46,14 @@ def add(commands: options.Commands[options.Parser]) -> None:
 def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     hush()
-    facts = _facts(arguments, _config(arguments))
+    from .. import models
+
+    origin = {"trust_remote_code": arguments.trust_remote_code, "revision": arguments.revision}
+    facts = _facts(arguments, models.config(arguments.model, **origin))
     if arguments.json:
         print(json.dumps(facts))
         return
     _show(facts)
-
-
-def _config(arguments: Namespace) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    from .. import models
-
-    given = arguments.model or models.bundled()
-    where, gguf = models._locate(given)
-    origin = {"revision": arguments.revision} if arguments.revision else {}
-    file = {"gguf_file": gguf} if gguf else {}
-    try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=arguments.trust_remote_code, **origin, **file)
-    except models.UNREADABLE as error:
-        reason = models._first_line(error)
-        raise models.ModelError(
-            f"cannot read the configuration of {str(given)!r}: {reason}; give {models.WAYS}"
-        ) from error
 
 
 def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
