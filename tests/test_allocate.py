@@ -53,12 +53,12 @@ def test_a_curve_with_a_cliff_is_paid_in_full_or_not_at_all() -> None:
     assert (poor, rich) == (16, 64)
 
 
-@given(st.lists(st.lists(st.floats(-0.1, 2), min_size=7, max_size=7), min_size=1, max_size=6), st.integers(16, 1024))
+@given(st.lists(st.lists(st.floats(-0.1, 2), min_size=7, max_size=7), min_size=1, max_size=6), st.integers(16, 2000))
 def test_every_slot_is_spent_within_the_curves(losses: list[list[float]], average: int) -> None:
     curves = [dict(zip(GRID, row, strict=True)) for row in losses]
     found = allocate(curves, average * len(curves))
     assert sum(found) == average * len(curves)
-    assert all(16 <= c <= 1024 for c in found)
+    assert all(16 <= c <= max(1024, average) for c in found)
 
 
 @given(st.dictionaries(st.integers(1, 5000), st.floats(-1, 3), min_size=1, max_size=9))
@@ -80,7 +80,7 @@ def test_noise_is_averaged_not_taken_at_its_best() -> None:
                                                               (64, pytest.approx(0.3)), (128, 0.1)]  # fmt: skip
 
 
-def test_too_few_slots_are_refused_and_too_many_are_left() -> None:
+def test_too_few_slots_are_refused_and_too_many_are_shared() -> None:
     with pytest.raises(ValueError, match="31 slots are fewer than the smallest capacities of all layers, 32"):
         allocate([power(1.0)] * 2, 31)
-    assert allocate([power(1.0)] * 2, 5000) == [1024, 1024]
+    assert allocate([power(1.0), power(9.0)], 5001) == [2501, 2500]

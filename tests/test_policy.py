@@ -9,7 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrnn.policy import Plan, Policy, full, h2o, parse, plan, read_profile, spread, tova, window
+from msrnn import policy
+from msrnn.policy import (
+    Plan,
+    Policy,
+    full,
+    h2o,
+    kind_of,
+    parse,
+    plan,
+    read_profile,
+    split_profile,
+    spread,
+    tova,
+    window,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +51,7 @@ def test_text_form(text: str, policy: Policy) -> None:
 def test_other_spellings() -> None:
     assert parse(" TOVA:512 , last=1 ") == parse("tova:512,last=1")
     assert parse("tova-layer:8") == tova(8)
+    assert parse("tova:64,last=1/8") == parse("tova:64,last=8")
     assert parse("h2o-head:8") == h2o(8)
     assert parse("window+4:8") == window(8, 4)
     assert full().blind
@@ -88,6 +103,7 @@ def test_capacity_as_a_fraction_or_as_bytes() -> None:
         ("tova:8,first=5,last=5", "5 first and 5 last slots are protected, more than the capacity of 8"),
         ("tova:8,lst=5", "did you mean 'last'"),
         ("tova:8,last=x", "not a number"),
+        ("tova:8,last=1/0", "not a number"),
         ("tova:8,momentum=2", "from 0 (TOVA) to 1 (H2O)"),
         ("tova:8,scope=kvhead", "did you mean 'kv_head'"),
         ("tova:8,last=-1", "0 or more"),
@@ -112,6 +128,9 @@ def test_plans() -> None:
     assert not mixed.uniform
     assert str(spread("h2o:96", [64, 128])) == "h2o:avg=96"
     assert spread("h2o", [64, 128])[1] == h2o(128)
+    faded = spread("tova,momentum=0.5,last=1/8", [64, 128])
+    assert [policy.last for policy in faded.policies] == [8, 16]
+    assert str(faded) == "tova:avg=96,momentum=0.5"
     assert Plan((full(), tova(3))).average is None
     with pytest.raises(ValueError, match="2 layers, the model 3"):
         plan(["tova:1", "tova:2"], 3)
@@ -133,3 +152,35 @@ def test_profiles(tmp_path: Path) -> None:
             read_profile(file)
     with pytest.raises(ValueError, match="cannot be read"):
         read_profile(tmp_path / "missing.json")
+
+
+def test_a_policy_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = [[[16, 1.0], [64, 0.1]], [[16, 0.5], [64, 0.4]]]
+    about = {"capacities": [64, 128], "average": 96, "allocations": {"32": [8, 56]}, "curves": curves}
+    (tmp_path / "Mine.json").write_text(json.dumps(about))
+    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
+    assert split_profile("tova:96,last=1,profile=A,b.json") == ("tova:96,last=1", "A,b.json")
+    assert split_profile("tova:96") == ("tova:96", None)
+    sizes = {"tova": [64, 128], "tova:96": [64, 128], "tova:32": [8, 56]}
+    for text, wanted in sizes.items():
+        assert [p.capacity for p in plan(f"{text},profile=Mine", 2).policies] == wanted
+    lasts = [p.last for p in plan(f"tova,last=1/8,profile={tmp_path}/Mine.json", 2).policies]
+    assert lasts == [8, 16]
+    assert sum(p.capacity or 0 for p in plan("h2o:40,profile=Mine", 2).policies) == 80  # from the curves
+    for text, says in (
+        ("tova:8,profile=Mine", "no capacities for an average of 8: 16 slots are fewer than"),
+        ("tova:96,profile=Other", "profile Other cannot be read: .*; msrnn comes with: Mine"),
+        ("tova:96,profile=", "names no profile"),
+        ("full,profile=Mine", "no capacities by layer"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            plan(text, 2)
+    with pytest.raises(ValueError, match="one policy per layer, not a single one"):
+        parse("tova:96,profile=Mine")
+
+
+@pytest.mark.parametrize("text", ["tova", "h2o-layer", "tova+4,last=1/8", "window"])
+def test_a_kind_has_no_size(text: str) -> None:
+    assert kind_of(text) == text
+    with pytest.raises(ValueError, match="names a size; give the kind alone"):
+        kind_of(text.replace(",", ":64,") if "," in text else f"{text}:64")

@@ -17,7 +17,7 @@ _NOTHING = 1e-9  # a loss too small to be told from none
 
 
 def allocate(curves: Sequence[Curve], total: int) -> list[int]:
-    """Capacities that sum to `total` with the least sum of losses; less only where every curve has come to its end.
+    """Capacities that sum to `total` with the least sum of losses; slots beyond the ends of all curves go to all alike.
 
     Every step along a convex curve buys less than the one before, so taking the best step of all layers, again and
     again, is taking all steps in the order of what a slot buys: the Lagrangian's answer for every total at once.
@@ -31,7 +31,8 @@ def allocate(curves: Sequence[Curve], total: int) -> list[int]:
         taken = min(slots, left)
         capacities[layer] += taken
         left -= taken
-    return capacities
+    each, more = divmod(left, len(hulls))
+    return [capacity + each + (layer < more) for layer, capacity in enumerate(capacities)]
 
 
 def _steps(hulls: Sequence[Points]) -> Iterable[tuple[float, int, int]]:

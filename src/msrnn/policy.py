@@ -63,11 +63,9 @@ class Policy:
         return self.capacity is None or self.first + self.last == self.capacity
 
     def __str__(self) -> str:
-        name, base = _nearest_preset(self)
+        name, changes = _in_words(self)
         size = [] if self.capacity is None else [str(self.capacity)]
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(base, f.name)]
-        settings = ",".join(size + [f"{key}={getattr(self, key)}" for key in changed])
-        return f"{name}:{settings}" if settings else name
+        return f"{name}:{','.join(size + changes)}" if size or changes else name
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,11 @@ class Plan:
     def __str__(self) -> str:
         if self.uniform:
             return str(self.policies[0])
-        names = sorted({_nearest_preset(p)[0] for p in self.policies})
+        words = [_in_words(policy) for policy in self.policies]
+        names = sorted({name for name, _ in words})
+        shared = [change for change in words[0][1] if all(change in changes for _, changes in words)]
         average = "full in some layers" if self.average is None else f"avg={self.average:g}"
-        return f"{'/'.join(names)}:{average}"
+        return f"{'/'.join(names)}:{','.join([average, *shared])}"
 
 
 def full() -> Policy:
@@ -334,6 +334,13 @@ def _capacity(text: str, size: str, length: int | None, slot_bytes: int | None) 
 
 def _stem(text: str) -> str:
     return text.strip().split(":")[0].split(",")[0]
+
+
+def _in_words(policy: Policy) -> tuple[str, list[str]]:
+    """A preset's name and what differs from it."""
+    name, base = _nearest_preset(policy)
+    changed = [f.name for f in fields(policy) if getattr(policy, f.name) != getattr(base, f.name)]
+    return name, [f"{key}={getattr(policy, key)}" for key in changed]
 
 
 def _nearest_preset(policy: Policy) -> tuple[str, Policy]:
