@@ -104,7 +104,7 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
             ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--length", "512"],
             "than the 256 tokens",
         ),
-        (["calibrate", "MODEL", "--text", "SHORT", "--average", "8", "-o", "P"], "SHORT"),
+        (["calibrate", "MODEL", "--text", "SHORT", "--average", "8", "-o", "P"], "SHORT has 4 tokens"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

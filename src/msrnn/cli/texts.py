@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+_LEAST = 32
 _MOST = 4_000_000  # tokens of one file that are looked at
 
 
@@ -64,6 +65,9 @@ def read_chunks(
     texts: dict[str, Iterable[str]] = {name: read_blocks(name) for name in arguments.text or []}
     texts = texts or {"Python's documentation": [default_text()]}
     read = {name: list(islice(stream_tokens(tokenizer, text, special=False), _MOST)) for name, text in texts.items()}
+    name, fewest = min(((name, len(ids)) for name, ids in read.items()), key=lambda found: found[1])
+    if fewest < _LEAST:
+        raise ValueError(f"{name} has {fewest} tokens; give at least {_LEAST}, better some thousands")
     before = torch.tensor(opening(tokenizer), dtype=torch.long)
     length = _length(arguments, model, min(map(len, read.values())) + len(before))
     parts = []
