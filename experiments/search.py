@@ -97,6 +97,7 @@ def main() -> None:
         kind = choose(
             Losses(model, texts, arguments.batch, ledger_of(arguments, "chosen"), "choosing"), arguments.quick
         )
+    ledger_of(arguments, "reported").with_name("chosen.txt").write_text(f"{kind}\n")
     texts = novels(tokenizer, other, arguments.length, arguments.chunks)
     losses = Losses(model, texts, arguments.batch, ledger_of(arguments, "reported"), "reporting")
     policies: dict[str, tuple[str, int | None]] = {"full": ("full", None)}
