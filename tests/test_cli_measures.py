@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from msrnn.cli import main
+from msrnn import policy
+from msrnn.cli import advise, main
 from msrnn.models import bundled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,3 +118,11 @@ def test_mistakes_are_told_in_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert reason in said[-1]
     assert said[-1].startswith("msrnn: error: ")
+
+
+def test_the_bundled_model_is_advised_on_its_profile_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
+    assert advise._kinds(None) == advise.KINDS
+    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
+    assert advise._kinds(None) == (*advise.KINDS, "tova,profile=SmolLM2-135M-Instruct")
+    assert advise._kinds("other") == advise.KINDS

@@ -9,7 +9,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from ..bound import Bound
-from ..policy import kind_of
+from ..policy import kind_of, profile_path
 from . import options
 from .bars import bar
 from .opening import open_model
@@ -53,7 +53,10 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    bound, kinds = Bound.parse(arguments.within), [kind_of(kind) for kind in arguments.policy or KINDS]
+    bound, kinds = (
+        Bound.parse(arguments.within),
+        [kind_of(kind) for kind in arguments.policy or _kinds(arguments.model)],
+    )
     check_texts(arguments)
 
     from ..advise import Reader, smallest
@@ -73,6 +76,12 @@ def run(arguments: Namespace) -> None:
     memory = _memory(model) if asked is None else asked
     facts = _facts(reader, bound, memory) | {"policies": [_row(reader, *item, memory) for item in found.items()]}
     print(json.dumps(facts)) if arguments.json else _show(facts)
+
+
+def _kinds(model: str | None) -> tuple[str, ...]:
+    """The bundled model has a profile of its own, which comes with the package."""
+    own = "SmolLM2-135M-Instruct"
+    return (*KINDS, f"tova,profile={own}") if model is None and profile_path(own).is_file() else KINDS
 
 
 def _memory(model: PreTrainedModel) -> int:
