@@ -87,7 +87,7 @@ def piece_for(model: PreTrainedModel, batch: int) -> int:
     """The most tokens per call of `batch` texts whose logits leave the device's memory to other things."""
     device, vocabulary = model.get_input_embeddings().weight.device, int(text_config(model).vocab_size)
     room = torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**28
-    return max(1, int(room) // (batch * vocabulary * model.dtype.itemsize))
+    return max(1, int(room) // int(batch * vocabulary * model.dtype.itemsize))
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:

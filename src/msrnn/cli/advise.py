@@ -53,10 +53,8 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    bound, kinds = (
-        Bound.parse(arguments.within),
-        [kind_of(kind) for kind in arguments.policy or _kinds(arguments.model)],
-    )
+    bound = Bound.parse(arguments.within)
+    kinds = [kind_of(kind) for kind in arguments.policy or _kinds(arguments.model)]
     check_texts(arguments)
 
     from ..advise import Reader, smallest
