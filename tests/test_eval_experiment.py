@@ -42,8 +42,7 @@ def test_the_pg19_table_is_the_papers():
         ({"task": "pg19", "policies": ["tova"]}, "policy 'tova' has no size"),
         ({"task": "pg19", "policies": ["tovaa:3"]}, "unknown policy 'tovaa:3'"),
         ({"task": "pg19", "policies": ["baseline:x"]}, "'baseline:x': the baseline needs"),
-        ({"task": "pg19", "plans": [{"policy": "tova"}]}, "plans: 'profile' is missing"),
-        ({"task": "pg19", "plans": [{"policy": "tova", "profil": "x"}]}, "did you mean 'profile'"),
+        ({"task": "pg19", "policies": ["tova:8,profile=none.json"]}, "profile none.json cannot be read"),
         ({"task": "needle", "depths": [2.0]}, "each must lie from 0"),
         ({"task": "extrapolation", "positions": ["odd"]}, "allowed: plain, gaps, relative"),
     ],
@@ -68,13 +67,18 @@ def test_sizes_cross_policies_and_overrides_stay_behind_the_size():
     assert labels == ["full", "tova:4,last=2", "tova:8,last=2", "window+4:9"]
 
 
-def test_a_plan_takes_its_profile_from_beside_the_experiment(tmp_path):
-    (tmp_path / "p.json").write_text(json.dumps({"capacities": [4, 12]}))
-    (tmp_path / "e.toml").write_text('task = "pg19"\n[[plans]]\npolicy = "tova"\nprofile = "p.json"\nname = "mine"\n')
-    one = read_experiment(tmp_path / "e.toml", tasks.settings()).entries()[-1]
-    assert (one.label, one.capacity) == ("mine", 8)
-    assert not one.never_evicts(10)
-    assert one.never_evicts(4)
+def test_a_profile_gives_each_layer_its_capacity_and_a_mark(tmp_path):
+    marks = set()
+    for sizes in ([4, 12], [5, 11]):
+        (tmp_path / "p.json").write_text(json.dumps({"capacities": sizes}))
+        given = {"task": "pg19", "policies": [f"tova,profile={tmp_path}/p.json"], "capacities": [8]}
+        one = make_experiment(given, tasks.settings()).entries()[-1]
+        assert (one.label, one.capacity) == (f"tova:8,profile={tmp_path}/p.json", 8)
+        assert not one.never_evicts(10)
+        assert one.never_evicts(4)
+        marks.add(one.mark)
+    assert len(marks) == 2
+    assert entry("tova:8").mark == ""
 
 
 @pytest.mark.parametrize("text, length, never", [("full", 10**9, True), ("tova:8", 8, True), ("h2o:8", 9, False),

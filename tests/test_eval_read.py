@@ -101,15 +101,24 @@ def test_the_plain_model_takes_no_other_positions(model, ids):
         token_nll(model, ids, positions=positions.mode("gaps", model))
 
 
-def test_written_text_does_not_depend_on_the_batch():
+@pytest.mark.parametrize("engine", [False, True])
+def test_written_text_does_not_depend_on_the_batch(engine):
     model, tokenizer = tiny_eval.model(), tiny_eval.tokenizer()
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 41], list(range(60, 80))]
     for hot in (0.0, 1.0):
-        settings = {"temperature": hot, "seeds": [1, 2, 3]} if hot else {}
+        settings = {"engine": engine} | ({"temperature": hot, "seeds": [1, 2, 3]} if hot else {})
         together = write(model, tokenizer, prompts, "tova:8", 12, **settings)
         for number, prompt in enumerate(prompts):
-            own = {"temperature": hot, "seeds": [number + 1]} if hot else {}
+            own = {"engine": engine} | ({"temperature": hot, "seeds": [number + 1]} if hot else {})
             assert write(model, tokenizer, [prompt], "tova:8", 12, **own)[0] == together[number]
+
+
+@pytest.mark.parametrize("policy", [None, "tova:8", "window+2:8"])
+def test_the_engine_and_generate_write_the_same(policy):
+    model, tokenizer = tiny_eval.model(), tiny_eval.tokenizer()
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 41], list(range(60, 80))]
+    one, other = (write(model, tokenizer, prompts, policy, 20, engine=engine) for engine in (False, True))
+    assert one == other
 
 
 def test_sampling_is_fair():

@@ -90,7 +90,7 @@ def _experiment(arguments: Namespace) -> Experiment:
     if arguments.dtype != "auto":
         changes["dtype"] = arguments.dtype
     if arguments.policy:
-        changes |= {"policies": tuple(arguments.policy), "plans": ()}
+        changes["policies"] = tuple(arguments.policy)
     made = replace(made, **changes)
     made.entries()
     if made.data is not None and not Path(made.data).is_dir():

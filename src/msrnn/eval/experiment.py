@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..policy import Plan, Policy, PolicyLike, parse, read_profile, spread
+from ..policy import PolicyLike, parse, read_profile, split_profile, spread
 
 BASELINE = "baseline"  # the paper's short context: the plain model, its text cut into pieces of so many tokens
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table: a policy under its name, or the plain model (`policy` None), whole or in short pieces."""
+    """One line of a table: a policy under its name, or the plain model (`policy` None), whole or in short pieces.
+
+    `sizes` are the capacities of its layers, or the length of the pieces.
+    """
 
     label: str
     policy: PolicyLike | None
-    capacity: float | None
+    sizes: tuple[int, ...] = ()
     piece: int | None = None
+
+    @property
+    def capacity(self) -> float | None:
+        """The average over the layers; None for `full`."""
+        if len(set(self.sizes)) < 2:
+            return self.sizes[0] if self.sizes else None
+        return sum(self.sizes) / len(self.sizes)
+
+    @property
+    def mark(self) -> str:
+        """Tells capacities by layer from others under the same name: a profile may be made anew."""
+        return "" if len(set(self.sizes)) < 2 else "/" + sha256(repr(self.sizes).encode()).hexdigest()[:8]
 
     def never_evicts(self, length: int) -> bool:
         """Whether a text of so many tokens is read just as the plain model reads it."""
-        sizes = [self.piece] if self.piece else _capacities(self.policy)
-        return all(size is None or size >= length for size in sizes)
-
-
-@dataclass(frozen=True)
-class ByLayer:
-    """`[[plans]]`: a kind of policy with one capacity per layer, from a profile."""
-
-    policy: str
-    profile: str
-    name: str = ""
+        return all(size >= length for size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -46,20 +52,20 @@ class Experiment:
     task: str
     policies: tuple[str, ...] = ("full",)
     capacities: tuple[int, ...] = ()
-    plans: tuple[ByLayer, ...] = ()
     model: str | None = None
     dtype: str = "auto"
     data: str | None = None
     batch: int = 1
     seed: int = 0
     limit: int | None = None
+    engine: bool | None = None  # whether msrnn's engine writes, or transformers' generate; on a GPU unless said
     settings: Any = field(default=None)
     path: str = ""
 
     def entries(self) -> list[Entry]:
         """`full` first: the others are compared with it."""
         texts = [text for given in self.policies for text in self._sized(given)]
-        made = [entry(text) for text in dict.fromkeys(texts)] + [_by_layer(plan, self.path) for plan in self.plans]
+        made = [entry(text) for text in dict.fromkeys(texts)]
         return sorted(made, key=lambda one: one.label != "full")
 
     def _sized(self, text: str) -> list[str]:
@@ -72,30 +78,20 @@ class Experiment:
 
 
 def entry(text: str) -> Entry:
-    """`full`, `tova:512`, ..., and `baseline:512` for the short context."""
+    """`full`, `tova:512`, `tova:256,profile=FILE`, ..., and `baseline:512` for the short context."""
     name, _, size = text.partition(":")
     if name == BASELINE:
         if not size.isdigit() or int(size) < 2:
             raise ValueError(f"{text!r}: the baseline needs a context of at least 2 tokens; write baseline:512")
-        return Entry(text, None, int(size), int(size))
+        return Entry(text, None, (int(size),), int(size))
+    kind, profile = split_profile(text)
+    if profile:
+        average = kind.partition(":")[2].partition(",")[0]
+        sizes = read_profile(profile, int(average) if average.isdigit() else None)
+        spread(kind, sizes)  # refuses what does not go together; the text itself lets the model be checked later
+        return Entry(text, text, tuple(sizes))
     policy = parse(text)
-    return Entry(text, None if policy.capacity is None else policy, policy.capacity)
-
-
-def _by_layer(plan: ByLayer, path: str) -> Entry:
-    profile = Path(path).parent / plan.profile if path else Path(plan.profile)
-    made = spread(plan.policy, read_profile(profile if profile.exists() else plan.profile))
-    return Entry(plan.name or f"{plan.policy} by layer", made, made.average)
-
-
-def _capacities(policy: PolicyLike | None) -> Sequence[int | None]:
-    if isinstance(policy, Plan):
-        return [one.capacity for one in policy.policies]
-    if isinstance(policy, Policy):
-        return [policy.capacity]
-    if policy is None:
-        return [None]
-    raise TypeError(f"an entry has a Policy or a Plan, not {type(policy).__name__}")
+    return Entry(text, None) if policy.capacity is None else Entry(text, policy, (policy.capacity,))
 
 
 def read_experiment(path: str | Path, tasks: Mapping[str, type]) -> Experiment:
@@ -112,7 +108,7 @@ def read_experiment(path: str | Path, tasks: Mapping[str, type]) -> Experiment:
 def make_experiment(given: Mapping[str, Any], tasks: Mapping[str, type], path: str = "") -> Experiment:
     where = path or "experiment"
     name = given.get("task")
-    if name not in tasks:
+    if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"{where}: task is {name!r}{_hint(str(name), tasks)}; allowed: {', '.join(tasks)}")
     common = {f.name for f in fields(Experiment)} - {"settings", "path"}
     own = {f.name for f in fields(tasks[name])}
@@ -122,7 +118,6 @@ def make_experiment(given: Mapping[str, Any], tasks: Mapping[str, type], path: s
             raise ValueError(f"{where}: unknown key {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
     settings = fill(tasks[name], {k: v for k, v in given.items() if k in own}, where)
     values = {k: v for k, v in given.items() if k in common and k not in own}
-    values["plans"] = tuple(fill(ByLayer, plan, f"{where}: plans") for plan in given.get("plans", ()))
     made = fill(Experiment, values, where)
     made = Experiment(**({f.name: getattr(made, f.name) for f in fields(made)} | {"settings": settings, "path": path}))
     made.entries()  # a policy that cannot be read is refused now

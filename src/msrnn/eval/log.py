@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -97,9 +98,9 @@ def digest(ids: Sequence[int]) -> str:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Only one process adds to a log at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     try:
-        with FileLock(f"{path}.lock", timeout=0):
+        with FileLock(Path(tempfile.gettempdir()) / f"msrnn-{name}.lock", timeout=0):
             yield
     except Timeout:
         raise ValueError(f"another process writes to {path} now; wait for it, or give another --out") from None

@@ -83,7 +83,7 @@ class Rotary:
         cos, sin = angles.cos(), angles.sin()
         half = len(self.frequencies)
         wide = torch.promote_types(keys.dtype, torch.float32)
-        one, two, rest = keys.to(wide).split([half, half, keys.shape[-1] - 2 * half], -1)
+        one, two, rest = torch.split(keys.to(wide), [half, half, keys.shape[-1] - 2 * half], -1)
         cos, sin = cos.to(wide), sin.to(wide)
         return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], -1).to(keys.dtype)
 
@@ -149,7 +149,8 @@ def exact_nll(model: PreTrainedModel, ids: Tensor, policy: Policy, gap: Gap) -> 
 
     For small models and short texts: all keys are kept to be turned anew at every step.
     """
-    config, layers, rotary = text_config(model), {}, Rotary.of(model)
+    config, rotary = text_config(model), Rotary.of(model)
+    layers: dict[int, reference.Reference] = {}
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         heads, kv_heads, now = query.shape[1], key.shape[1], key.shape[2] - 1

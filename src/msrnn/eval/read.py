@@ -63,7 +63,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     wanted = targets.flatten().to(rows.device)
     room = _WIDE.get(rows.device.type, _WIDE["cpu"])
     size = max(1, room // (4 * logits.shape[-1]))
-    pairs = zip(rows.split(size), wanted.split(size), strict=True)
+    pairs = zip(torch.split(rows, size), torch.split(wanted, size), strict=True)
     losses = [cross_entropy(some.float(), right, reduction="none") for some, right in pairs]
     return torch.cat(losses).view(targets.shape) if losses else rows.new_empty(targets.shape, dtype=torch.float32)
 
@@ -80,7 +80,9 @@ def short_nll(
     pieces = ids[:, :whole].reshape(-1, context)
     # as many tokens at a time as a batch of whole rows would have logits for
     size = max(1, len(ids) * piece // min(piece, context))
-    parts = [token_nll(model, some, piece=piece, progress=progress) for some in pieces.split(size)] if whole else []
+    parts = (
+        [token_nll(model, some, piece=piece, progress=progress) for some in torch.split(pieces, size)] if whole else []
+    )
     head = torch.cat(parts).reshape(len(ids), -1) if parts else torch.empty(len(ids), 0)
     rest = ids[:, whole:]
     if rest.shape[1] > 1:

@@ -60,7 +60,7 @@ def run(
     with alone(path):
         log = Log.open(path, run_key(_decisive(experiment, model)))
         tools.told = log.written
-        bench = Bench(task, tools, log, experiment.batch, deadline(minutes))
+        bench = Bench(task, tools, log, experiment.batch, deadline(minutes), experiment.engine)
         works = bench.works(experiment.limit)
         entries = experiment.entries()
         bench.go(entries, works, quiet)
@@ -93,6 +93,7 @@ class Bench:
     log: Log
     batch: int
     until: float = float("inf")
+    engine: bool | None = None
 
     def works(self, limit: int | None) -> list[Work]:
         """All samples with their prompts, in turns from every group; with a limit, so many of them."""
@@ -106,7 +107,7 @@ class Bench:
     def todo(self, entry: Entry, works: Iterable[Work]) -> list[Work]:
         """Those that this policy takes and has not done."""
         mine = (work for work in works if takes(entry, work.sample))
-        return [work for work in mine if not self.log.has(entry.label, work.sample.id, work.digest)]
+        return [work for work in mine if not self.log.has(entry.label, work.sample.id, work.digest + entry.mark)]
 
     def go(self, entries: Sequence[Entry], works: Sequence[Work], quiet: bool) -> None:
         left = sum(len(work.ids) for entry in entries for work in self.todo(entry, works))
@@ -149,7 +150,7 @@ class Bench:
         fresh = [done for done, work in zip(known, todo, strict=True) if done and done.digest == work.digest]
         if entry.label == "full" or not entry.never_evicts(longest) or len(fresh) < len(todo):
             return []
-        return [replace(done, policy=entry.label) for done in fresh]
+        return [replace(done, policy=entry.label, digest=done.digest + entry.mark) for done in fresh]
 
     def _measure(self, entry: Entry, todo: Sequence[Work]) -> list[Done]:
         began = time.perf_counter()
@@ -163,7 +164,7 @@ class Bench:
             _check(rows, entry, sample)
             said = output.text if self.task.writes else None
             facts = (rows, seconds, peak.bytes, said, output.ended, self.log.session)
-            done.append(Done(entry.label, sample.id, sample.group, work.digest, *facts))
+            done.append(Done(entry.label, sample.id, sample.group, work.digest + entry.mark, *facts))
         return done
 
     def _outputs(self, entry: Entry, todo: Sequence[Work]) -> list[Output]:
@@ -171,8 +172,8 @@ class Bench:
         if self.task.writes:
             prompts = [self._prompt(entry, work) for work in todo]
             seeds = [seed_of(tools.seed, work.sample.id) for work in todo]
-            hot = self.task.temperature
-            return write(model, tools.tokenizer, prompts, entry.policy, self.task.writes, temperature=hot, seeds=seeds)
+            how: dict[str, Any] = {"temperature": self.task.temperature, "seeds": seeds, "engine": self.engine}
+            return write(model, tools.tokenizer, prompts, entry.policy, self.task.writes, **how)
         ids = torch.from_numpy(np.stack([work.ids for work in todo])).long()[:, : self.task.reach(entry.label)]
         if entry.piece:
             return [Output(nll=row.numpy()) for row in short_nll(model, ids, entry.piece)]

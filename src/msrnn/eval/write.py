@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ..engine import Engine, Request
 from ..perplexity import empty
 from ..policy import PolicyLike
 from .task import Output
@@ -28,7 +29,6 @@ class SeededNoise(LogitsProcessor):  # type: ignore[misc]
         return scores.float() / self.temperature - torch.stack(noise).log()
 
 
-@torch.no_grad()
 def write(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -38,11 +38,48 @@ def write(
     *,
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
+    engine: bool | None = None,
 ) -> list[Output]:
-    """At most `tokens` new ones after each prompt, padded on the left; without a policy, by the plain model."""
+    """At most `tokens` new ones after each prompt; without a policy, everything is kept.
+
+    `engine`: by msrnn's own engine, or by transformers' `generate`; None means the engine on a GPU, where it is faster.
+    """
+    on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
+    by = _by_engine if (on_gpu if engine is None else engine) else _by_generate
+    made = by(model, prompts, policy, tokens, temperature, list(seeds) or [0] * len(prompts))
+    ends = _ends(model)
+    return [_output(tokenizer, row, ends) for row in made]
+
+
+def _by_engine(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    policy: PolicyLike | None,
+    tokens: int,
+    temperature: float,
+    seeds: Sequence[int],
+) -> list[list[int]]:
+    room = max(map(len, prompts)) + tokens
+    engine = Engine(model, policy or "full", batch=len(prompts), length=None if policy else room)
+    pairs = zip(prompts, seeds, strict=True)
+    asked = [Request(prompt, tokens, temperature, seed=seed) for prompt, seed in pairs]
+    return [done.tokens for done in sorted(engine.run(asked), key=lambda done: done.index)]
+
+
+@torch.no_grad()
+def _by_generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    policy: PolicyLike | None,
+    tokens: int,
+    temperature: float,
+    seeds: Sequence[int],
+) -> list[list[int]]:
+    """One batch, padded on the left."""
     device = model.get_input_embeddings().weight.device
-    ids, mask = pad_left(prompts, tokenizer.pad_token_id or 0)
-    noise = LogitsProcessorList([SeededNoise(seeds, temperature, device)] if temperature > 0 else [])
+    filler = model.generation_config.pad_token_id or 0
+    ids, mask = pad_left(prompts, filler)
+    noise = [SeededNoise(seeds, temperature, device)] if temperature > 0 else []
     made = model.generate(
         ids.to(device),
         attention_mask=mask.to(device),
@@ -52,11 +89,11 @@ def write(
         temperature=None,
         top_p=None,
         top_k=None,
-        pad_token_id=tokenizer.pad_token_id or 0,
-        logits_processor=noise,
+        pad_token_id=filler,
+        logits_processor=LogitsProcessorList(noise),
     )
-    ends = _ends(model)
-    return [_output(tokenizer, row, ends) for row in made[:, ids.shape[1] :].tolist()]
+    new: list[list[int]] = made[:, ids.shape[1] :].tolist()
+    return new
 
 
 def pad_left(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:

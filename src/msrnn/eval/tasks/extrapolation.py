@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...adapters.hf import geometry
 from .. import data, metrics
 from ..positions import GAPS
-from ..task import Metric, Output, Row, Sample, Task
+from ..task import Metric, Output, Row, Sample, Sums, Task
 from ..tools import Tools
 
 
@@ -57,11 +58,12 @@ def task(settings: Settings, tools: Tools) -> Task:
     )
 
 
-def _running(sums: metrics.Sums) -> np.ndarray:  # type: ignore[type-arg]
-    return np.exp(sums["nll so far"] / sums["tokens so far"])
+def _running(sums: Sums) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = sums["nll so far"] / sums["tokens so far"]
+    return np.exp(mean)
 
 
-def rows(nll: np.ndarray, size: int, positions: str) -> list[Row]:  # type: ignore[type-arg]
+def rows(nll: NDArray[np.float64], size: int, positions: str) -> list[Row]:
     """nll [T - 1] in bins that end at size, 2 x size, ... tokens; the first bin lacks the first token."""
     made = []
     for end in range(size, len(nll) + 2, size):

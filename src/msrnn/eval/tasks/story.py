@@ -49,7 +49,8 @@ def task(settings: Settings, tools: Tools) -> Task:
         columns = measure(tools, ids, output)
         rival = tools.told("full", sample.id)
         if judge and rival and not rival.ended and not output.ended:
-            columns |= {"judged": 1.0, judge.compare(PROMPT, output.text, rival.text): 1.0}
+            found = judge.compare(PROMPT, output.text, rival.text)
+            columns |= {name: float(name == found) for name in VERDICTS} | {"judged": 1.0}
         return [Row(columns)]
 
     shares = tuple(Metric(name, metrics.mean(name, name, "judged").value, ("judged",)) for name in VERDICTS)
