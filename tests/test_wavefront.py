@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_rounds_are_the_recurrence(llama, policy):
     rnn = RNN(llama(), policy, chunk=6, piece=1000)
     front = Wavefront(rnn, batch=2, lanes=3)
-    for seed, length in ((1, 70), (2, 47)):  # the second begins again in the memory of the first
+    assert front.before == max(p.capacity for p in rnn.plan.policies)
+    for seed, length in ((1, 70), (2, 47), (3, 33)):  # the second begins again in the memory of the first
         ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(seed))
         want, state = rnn.step(ids, rnn.start())
         got, cache = front.read(ids)
@@ -33,7 +34,8 @@ def test_what_it_cannot_read_is_refused(llama):
     with pytest.raises(ValueError, match="lanes is 0"):
         Wavefront(RNN(model, "tova:8"), lanes=0)
     front = Wavefront(RNN(model, "tova:8", chunk=6), lanes=2)
-    assert not front.fits(1, 21)
-    assert front.fits(1, 22)
+    assert front.fits(1, 20)
+    assert not front.fits(1, 19)
+    assert not front.fits(2, 20)
     with pytest.raises(ValueError, match="too few"):
-        front.read(torch.zeros(1, 21, dtype=torch.int64))
+        front.read(torch.zeros(1, 19, dtype=torch.int64))

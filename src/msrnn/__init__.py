@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.hf import BoundedCache, BoundIgnored, Unsupported, cache
+    from .engine import Engine, Finished, Request
     from .models import load
     from .policy import Plan, Policy, full, h2o, parse, read_profile, spread, tova, window
     from .rnn import RNN, RNNState, StateError
@@ -20,9 +21,12 @@ __all__ = [
     "RNN",
     "BoundIgnored",
     "BoundedCache",
+    "Engine",
+    "Finished",
     "Plan",
     "Policy",
     "RNNState",
+    "Request",
     "StateError",
     "Trace",
     "Unsupported",
@@ -40,6 +44,7 @@ __all__ = [
 # Where each name lives. It is imported when first asked for: torch and transformers take seconds, `--help` must not.
 _HOME = {
     "adapters.hf": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
+    "engine": ("Engine", "Finished", "Request"),
     "models": ("load",),
     "policy": ("Plan", "Policy", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
     "rnn": ("RNN", "RNNState", "StateError"),

@@ -228,7 +228,8 @@ class Engine:
     def _read(self, ids: Tensor, real: Tensor) -> tuple[Tensor, BoundedCache]:
         """Prompts of any lengths together, piece by piece."""
         state, ragged = self.rnn.start(), not bool(real.all())
-        for tokens, mask in zip(ids.split(self.rnn.piece, 1), real.split(self.rnn.piece, 1), strict=True):
+        pieces = (torch.split(tensor, self.rnn.piece, 1) for tensor in (ids, real))
+        for tokens, mask in zip(*pieces, strict=True):
             logits, state = self.rnn.step(tokens, state, mask if ragged else None)
         return logits, state.cache
 
@@ -239,6 +240,7 @@ class Engine:
         ).logits
         return logits[:, -1]
 
+    @torch.no_grad()
     def _step(self, sampled: bool) -> None:
         """One token for every row that has not ended; of the others nothing changes."""
         rows, seen = self.rows, self.cache.seen
@@ -263,7 +265,7 @@ class Engine:
         self.capture(sampled).replay()
         emitted = torch.empty(self.batch, dtype=torch.int64, pin_memory=True)
         emitted.copy_(self.rows.emitted, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Emitted(emitted, event)
 
@@ -273,7 +275,7 @@ class Engine:
         if sampled not in self._captured:
             seen = self.cache.seen.clone()
             self.cache.seen.fill_(-1)
-            aside = torch.cuda.Stream()
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 for _ in range(3):  # kernels are compiled and workspaces made before the capture

@@ -19,7 +19,7 @@ from .attention import Attention
 from .rnn import RNN
 from .state import State
 
-LANES = 6  # chunks under way: beyond this the scans would have to wait for multiprocessors
+LANES = 7  # chunks under way: beyond this the scans would have to wait for multiprocessors
 
 
 class RelayLayer(BoundedLayer):
@@ -56,7 +56,7 @@ class RelayLayer(BoundedLayer):
 
 
 class Wavefront:
-    """Reads prompts of one shape, `batch` rows without padding. Made once; captured at the first long prompt."""
+    """Reads prompts of `batch` rows without padding. Made once; captured at the first long prompt."""
 
     def __init__(self, rnn: RNN, batch: int = 1, lanes: int = LANES) -> None:
         if lanes < 1:
@@ -65,38 +65,33 @@ class Wavefront:
         if None in capacities:
             raise ValueError(f"{rnn.plan} keeps every token; only bounded states are read in a wavefront")
         self.rnn, self.batch, self.lanes, self.chunk = rnn, batch, lanes, rnn.chunk
-        self.round = lanes * self.chunk
-        self.before = max(c + 1 for c in capacities if c is not None)  # from here on every layer's shapes stay the same
+        self.before = max(c for c in capacities if c is not None)  # from here on every layer's shapes stay the same
         self.cache: BoundedCache | None = None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by lanes, with the logits they leave
         device = rnn.device
-        self.tokens = torch.zeros(batch, self.round, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch, lanes * self.chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.streams = [torch.cuda.Stream(device) for _ in range(lanes)] if device.type == "cuda" else []
+        streams = lanes if device.type == "cuda" else 0
+        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def fits(self, batch: int, length: int) -> bool:
-        """Whether a prompt is long enough for a round, after which at least a token is left."""
-        return batch == self.batch and length > self.before + self.round
+        """Whether a prompt is long enough to fill every lane once."""
+        return batch == self.batch and length >= self.before + self.lanes * self.chunk
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> tuple[Tensor, BoundedCache]:
         """ids [B, T] -> logits [B, vocabulary] after the last token, and the states."""
         if not self.fits(*ids.shape):
-            raise ValueError(f"{tuple(ids.shape)} tokens are too few for rounds of {self.round} after {self.before}")
-        state = self.rnn.start()
-        _, state = self.rnn.step(ids[:, : self.before], state)
-        rounds = (ids.shape[1] - self.before - 1) // self.round
+            raise ValueError(f"{tuple(ids.shape)} tokens are too few for {self.lanes} chunks of {self.chunk} at once")
+        logits, state = self.rnn.step(ids[:, : self.before], self.rnn.start())
         self._take(state.cache)
-        for index in range(rounds):
-            at = self.before + index * self.round
-            self.tokens.copy_(ids[:, at : at + self.round])
-            self.start.fill_(at)
-            self._round()
-        done = state.cache
-        self._give(done)
-        rest = ids[:, self.before + rounds * self.round :]
-        for part in rest.split(self.rnn.piece, 1):
-            logits, state = self.rnn.step(part, state)
+        at = self.before
+        while lanes := min(self.lanes, (ids.shape[1] - at) // self.chunk):
+            logits = self._round(lanes, ids[:, at : at + lanes * self.chunk], at)
+            at += lanes * self.chunk
+        self._give(state.cache)
+        if at < ids.shape[1]:
+            logits, state = self.rnn.step(ids[:, at:], state)
         return logits, state.cache
 
     def _take(self, read: BoundedCache) -> None:
@@ -115,51 +110,60 @@ class Wavefront:
         assert self.cache is not None
         return [layer for layer in self.cache.layers if isinstance(layer, RelayLayer)]
 
-    def _round(self) -> None:
-        """The chunks of one round; captured the second time, when every kernel has been compiled."""
-        if self.rnn.device.type != "cuda":
-            self._chunks()
-            return
-        if self.graph is None:
-            kept = [(layer.relayed.fork(), layer) for layer in self._layers]
-            self._chunks()
-            for state, layer in kept:
-                layer.take(state)
-            torch.cuda.synchronize()
-            self._capture()
+    def _round(self, lanes: int, tokens: Tensor, at: int) -> Tensor:
+        """So many chunks, from position `at` on: the logits after them."""
+        self.tokens[:, : tokens.shape[1]] = tokens
+        self.start.fill_(at)
+        if not self.streams:
+            return self._chunks(lanes)
+        if lanes not in self.graphs:
+            self._capture(lanes)
         else:
             for layer in self._layers:
-                layer.relayed.fed += self.round
-        assert self.graph is not None
-        self.graph.replay()
+                layer.relayed.fed += tokens.shape[1]
+        graph, logits = self.graphs[lanes]
+        graph.replay()
+        return logits.clone()
 
-    def _capture(self) -> None:
-        for layer in self._layers:
-            layer.handed_on = None  # nothing from outside of the graph
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._chunks()
+    def _capture(self, lanes: int) -> None:
+        """A graph of a round. Before the first, all is run once and undone, so that every kernel is compiled."""
+        if not self.graphs:
+            kept = [(layer, layer.relayed.fork()) for layer in self._layers]
+            self._chunks(lanes)
+            for layer, state in kept:
+                layer.take(state)
+        torch.cuda.synchronize()
+        self._forget_events()  # a graph may not wait for what is outside of it
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._chunks(lanes)
+        self._forget_events()
+        self.graphs[lanes] = graph, logits
+
+    def _forget_events(self) -> None:
         for layer in self._layers:
             layer.handed_on = None
 
-    def _chunks(self) -> None:
+    def _chunks(self, lanes: int) -> Tensor:
         """Each chunk through all layers on its own stream. What one needs of another, the layers hand on."""
-        streams, main = self.streams, torch.cuda.current_stream() if self.streams else None
-        for lane in range(self.lanes):
+        streams, main = self.streams[:lanes], torch.cuda.current_stream() if self.streams else None
+        for lane in range(lanes):
             part = slice(lane * self.chunk, (lane + 1) * self.chunk)
             if main is not None:
                 streams[lane].wait_stream(main)
             with _on(streams[lane] if streams else None):
                 offsets = torch.arange(part.start, part.stop, device=self.rnn.device)
-                self._forward(self.tokens[:, part], self.start + offsets)
+                logits = self._forward(self.tokens[:, part], self.start + offsets)
         for stream in streams:
             assert main is not None
             main.wait_stream(stream)
+        return logits
 
-    def _forward(self, tokens: Tensor, positions: Tensor) -> None:
-        self.rnn.model(
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self.rnn.model(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
+        ).logits
+        return logits[:, -1]
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

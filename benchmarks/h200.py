@@ -1,0 +1,267 @@
+"""The figures of the GPU, most important first, each written down as soon as it is there.
+
+    PYTHONPATH=src python benchmarks/h200.py --out results/gpu.jsonl --minutes 5 decode prefill
+
+On a CPU: `--shape tiny --device cpu`. Whatever is left when the minutes are over is skipped and named.
+"""
+
+# ruff: noqa: B023 (what a figure measures is called before the loop goes on)
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from msrnn.bench import decode, gate, measure, prefill, shapes
+
+Record = dict[str, Any]
+
+
+class Session:
+    """A model at a time, the clock, and the file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device = options, torch.device(options.device)
+        self.end = time.monotonic() + 60 * options.minutes
+        self.small = options.device == "cpu"
+        self.k, self.context = (16, 64) if self.small else (512, 4096)
+        self.policy = f"tova:{self.k}"
+        self.speed = measure.bandwidth(self.device)
+        self.shape, self.model = "", None
+        self.kept: dict[str, Record] = {}
+        print(f"copy {self.speed / 1e12:.2f} TB/s", flush=True)
+
+    def load(self, shape: str, **changes: float) -> None:
+        self.model = None
+        measure.clear(self.device)
+        dtype = torch.float32 if self.small else torch.bfloat16
+        self.shape = "tiny" if self.small else shape
+        self.model = shapes.make(self.shape, dtype, self.options.device, **changes)
+        self.dtype = str(dtype)[6:]
+
+    def figure(self, name: str, measured: Callable[[], Record | None], **more: Any) -> Record | None:
+        """Measure, write, print; an error costs one figure, not the rest."""
+        if time.monotonic() > self.end:
+            print(f"-- no time left for {name}", flush=True)
+            return None
+        began = time.monotonic()
+        try:
+            found = measured()
+        except Exception as error:
+            traceback.print_exc(limit=-3)
+            found = {"error": str(error)[:300]}
+        measure.clear(self.device)
+        if found is None:
+            found = {"out_of_memory": True}
+        for name_of, other in more.items():
+            if isinstance(other, dict) and "median_s" in other and "median_s" in found:
+                more[name_of] = found["median_s"] / other["median_s"]
+                if name_of == "times_full" and "tokens_per_s" in found and found.get("kind") != "prefill":
+                    more[name_of] = found["tokens_per_s"] / other["tokens_per_s"]
+            elif isinstance(other, dict) or other is None:
+                more[name_of] = None
+        shared = measure.conditions(self.device, shape=self.shape, dtype=self.dtype, weights="random")
+        shared |= {"commit": self.options.commit} if self.options.commit else {}
+        record = shared | {"copy_bytes_per_s": self.speed, "figure": name} | found | more
+        with self.options.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        _say(record, time.monotonic() - began)
+        return found if "median_s" in found else None
+
+
+def _say(record: Record, spent: float) -> None:
+    told = [f"{record['figure']:<44}"]
+    if "median_s" in record:
+        told.append(f"{1e3 * record['median_s']:9.3f} ms {record['tokens_per_s']:10,.0f} tok/s b{record['batch']:<4}")
+    for name in ("times_full", "times_floor", "eviction", "times_stepping"):
+        if isinstance(record.get(name), float):
+            told.append(f"{name} {record[name]:.3f}")
+    told += [str(record[name])[:160] for name in ("all_readings", "all_backends", "error") if name in record]
+    if "peak_bytes" in record:
+        told.append(f"peak {record['peak_bytes'] / 2**30:.2f} GiB")
+    if record.get("out_of_memory"):
+        told.append("out of memory")
+    print(" ".join(told), f"[{spent:.1f} s]", flush=True)
+
+
+def check(s: Session) -> None:
+    passed = gate.check(s.device, ("tova:16", "h2o:16", "full"))
+    print(f"gate: {passed} checks passed", flush=True)
+
+
+def compiling(s: Session) -> None:
+    """Whether torch.compile pays: the rest of this call uses what is faster."""
+    s.load("llama-2-7b")
+    how = {"runs": 5, "bytes_per_second": s.speed}
+    for batch in (48, 1) if not s.small else (2,):
+        plain = s.figure(
+            f"compile: plain, batch {batch}", lambda: decode.step(s.model, s.policy, batch, s.context, **how)
+        )
+        fused = s.figure(
+            f"compile: fused, batch {batch}",
+            lambda: decode.step(s.model, s.policy, batch, s.context, compiled=True, **how),
+            times_full=plain,
+        )
+        if batch != 1:
+            s.options.compiled = bool(plain and fused and fused["median_s"] < plain["median_s"])
+    print("compiled:", s.options.compiled, flush=True)
+
+
+def decoding(s: Session, shape: str) -> None:
+    s.load(shape)
+    how = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
+    same = 48 if not s.small else 3
+    full = s.figure(f"{shape}: full, same batch", lambda: decode.full_step(s.model, same, s.context, **how))
+    s.figure(
+        f"{shape}: {s.policy}, same batch",
+        lambda: decode.step(s.model, s.policy, same, s.context, **how),
+        times_full=full,
+    )
+    best = {"reading": full.get("reading")} if full and full["policy"] == "full" else {}
+    most = s.figure(f"{shape}: full, largest", lambda: decode.largest(s.model, "full", s.context, **how, **best))
+    s.figure(
+        f"{shape}: {s.policy}, largest", lambda: decode.largest(s.model, s.policy, s.context, **how), times_full=most
+    )
+
+
+def overhead(s: Session) -> None:
+    """A step with eviction beside the same engine with as many slots and none."""
+    how = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
+    for batch in (1, 48, 384) if not s.small else (1, 3):
+        none = s.figure(
+            f"no eviction, {s.k} slots, batch {batch}", lambda: decode.full_step(s.model, batch, s.k + 1, **how)
+        )
+        found = s.figure(
+            f"{s.policy}, batch {batch}", lambda: decode.step(s.model, s.policy, batch, s.context, **how), eviction=none
+        )
+        s.kept[f"step {batch}"] = found or {}
+
+
+def latency(s: Session) -> None:
+    how = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
+    for context in (1024, 4096, 16384, 65536) if not s.small else (32, 64):
+        full = s.figure(f"full, batch 1, context {context}", lambda: decode.full_step(s.model, 1, context, **how))
+        s.figure(
+            f"{s.policy}, batch 1, context {context}",
+            lambda: decode.step(s.model, s.policy, 1, context, **how),
+            times_full=full,
+        )
+
+
+def prompts(s: Session, steady: bool) -> None:
+    s.load("llama-2-7b", **({"attention_bias": True} if steady else {}))
+    what = {"attention": "steady (query biases)" if steady else "flat (plain random weights)"}
+    if steady:
+        shapes.steady(s.model)
+    tag = "steady" if steady else "flat"
+    runs, chunk = 3, (256 if not s.small else 16)
+    lanes, long, step = (7 if not s.small else 2), (65536 if not s.small else 256), s.kept.get("step 1", {})
+    for length, batch in ((s.context, 1), (long, 1), (s.context, 32 if not s.small else 2)):
+        name = f"{tag} prefill {length} x {batch}"
+        full = s.figure(f"{name}: full", lambda: prefill.fastest_full(s.model, batch, length, runs=runs), **what)
+        if batch == 1:
+            stepping = {"median_s": step["median_s"] * length} if step else None
+            s.figure(
+                f"{name}: {s.policy}, wavefront",
+                lambda: prefill.wavefront(s.model, s.policy, batch, length, chunk=chunk, lanes=lanes, runs=runs),
+                times_full=full, times_stepping=stepping, **what,
+            )  # fmt: skip
+        if length != long or steady:
+            s.figure(
+                f"{name}: {s.policy}",
+                lambda: prefill.bounded(s.model, s.policy, batch, length, chunk=chunk, runs=runs),
+                times_full=full, **what,
+            )  # fmt: skip
+
+
+def memory(s: Session) -> None:
+    for length in (4096, 131072) if not s.small else (64, 256):
+        s.figure(
+            f"peak memory, prefill {length} x 1: {s.policy}",
+            lambda: prefill.bounded(s.model, s.policy, 1, length, chunk=256, runs=1),
+        )
+
+
+def record_of_generate(s: Session) -> None:
+    batch = 48 if not s.small else 2
+    s.figure(
+        "transformers generate, same batch", lambda: decode.generate_speed(s.model, batch, s.context, new=4, runs=1)
+    )
+
+
+def profile(s: Session) -> None:
+    """Where a step and a prompt spend the device's time, by kernel."""
+    from torch.profiler import ProfilerActivity
+
+    kinds = [ProfilerActivity.CPU if s.small else ProfilerActivity.CUDA]
+    calls = {}
+    for batch in (1, 48) if not s.small else (2,):
+        engine = decode.Engine(s.model, s.policy, batch=batch, graphs=False, compiled=s.options.compiled)
+        decode.fill(engine, s.context)
+        calls[f"step, batch {batch}"] = lambda engine=engine: engine._step(False)
+    rnn = prefill.RNN(s.model, s.policy)
+    for batch in (1, 32) if not s.small else (2,):
+        ids = prefill.prompt(s.model, batch, 2 * s.k)
+        calls[f"prompt of {2 * s.k}, batch {batch}"] = lambda ids=ids: rnn.step(ids, rnn.start())
+    for name, call in calls.items():
+        with torch.no_grad():
+            call()
+            with torch.profiler.profile(activities=kinds) as seen:
+                call()
+                if not s.small:
+                    torch.cuda.synchronize()
+        took = (lambda e: e.self_cpu_time_total) if s.small else (lambda e: e.self_device_time_total)
+        events = sorted(seen.key_averages(), key=took, reverse=True)
+        total = sum(took(e) for e in events)
+        top = [{"kernel": e.key[:90], "us": round(took(e)), "count": e.count} for e in events[:20]]
+        record = {"figure": f"profile: {name}", "total_us": total, "kernels": top, "shape": s.shape}
+        with s.options.out.open("a") as file:
+            file.write(json.dumps(measure.conditions(s.device) | record) + "\n")
+        print(f"profile: {name}: {total / 1e3:.2f} ms")
+        for kernel in top[:12]:
+            print(f"   {kernel['us']:8} us x{kernel['count']:<5} {kernel['kernel'][:70]}", flush=True)
+
+
+PARTS: dict[str, Callable[[Session], None]] = {
+    "gate": check,
+    "compile": compiling,
+    "decode": lambda s: decoding(s, "llama-2-7b"),
+    "overhead": overhead,
+    "latency": latency,
+    "prefill": lambda s: prompts(s, False),
+    "steady": lambda s: prompts(s, True),
+    "memory": memory,
+    "decode3": lambda s: decoding(s, "llama-3-8b"),
+    "generate": record_of_generate,
+    "profile": profile,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="where the machine has no git")
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    session = Session(options)
+    for part in options.parts:
+        began = time.monotonic()
+        if session.model is None and part not in ("gate", "compile", "decode"):
+            session.load("llama-2-7b")
+        PARTS[part](session)
+        print(f"-- {part} took {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Speed and memory on this machine: what is measured, how, and under which conditions. Prints nothing."""

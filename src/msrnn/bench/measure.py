@@ -1,0 +1,102 @@
+"""Times, bandwidth and conditions: what every record of a benchmark is made of."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any
+
+import torch
+
+Record = dict[str, Any]
+
+
+def seconds(call: Callable[[], object], device: torch.device, runs: int = 5, least: float = 0.1) -> list[float]:
+    """Seconds of a call, `runs` times; a short call is repeated until a run takes `least` seconds."""
+    call()
+    once = _one(call, device, 1)
+    times = max(1, int(least / max(once, 1e-6)))
+    return [_one(call, device, times) for _ in range(runs)]
+
+
+def _one(call: Callable[[], object], device: torch.device, times: int) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - began) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def timed(runs: list[float]) -> Record:
+    """A median with all that it was taken from."""
+    return {"median_s": median(runs), "runs_s": [round(run, 7) for run in runs]}
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that a large copy moves, read and written: the floor of a step is what it must read over this."""
+    size = 2**32 if device.type == "cuda" else 2**25
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / median(seconds(lambda: target.copy_(source), device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes still to be had."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _allocated(device)
+    import os
+
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def clear(device: torch.device) -> None:
+    """Give back what nobody holds any more, so that the next measurement has it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def conditions(device: torch.device, **more: object) -> Record:
+    """What every record of one run shares."""
+    names = ("torch", "transformers", "triton")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "cuda": torch.version.cuda,
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        **more,
+    }
+
+
+def _commit() -> str:
+    try:
+        known = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return known.stdout.strip()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

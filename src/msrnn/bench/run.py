@@ -1,0 +1,92 @@
+"""The parts of `msrnn bench`: each yields records as it goes, so that whatever stops it, what was measured is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from transformers import PreTrainedModel
+
+from . import decode, prefill
+from .measure import Record, clear
+
+PARTS = ("table", "same", "prefill", "generate")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure. `batches`: for the same-batch part and for prefill."""
+
+    policies: tuple[str, ...]
+    context: int
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    chunk: int
+    runs: int = 5
+    compiled: bool = False
+    bytes_per_second: float | None = None
+
+    @property
+    def stepping(self) -> dict[str, object]:
+        return {"runs": self.runs, "compiled": self.compiled, "bytes_per_second": self.bytes_per_second}
+
+
+def count(parts: Sequence[str], settings: Settings) -> int:
+    """How many records the parts will yield."""
+    sizes = {
+        "table": len(settings.policies) + 1,
+        "same": len(settings.batches) * (len(settings.policies) + 1),
+        "prefill": len(settings.batches) * len(settings.lengths) * (len(settings.policies) + 1),
+        "generate": len(settings.batches),
+    }
+    return sum(sizes[part] for part in parts)
+
+
+def run(model: PreTrainedModel, parts: Sequence[str], settings: Settings) -> Iterator[Record]:
+    each = {"table": _table, "same": _same, "prefill": _prefill, "generate": _generate}
+    for part in parts:
+        yield from (record | {"part": part} for record in each[part](model, settings))
+
+
+def _table(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
+    """The paper's table 1: memory, largest batch and its speed, for a full cache and for each policy."""
+    full = decode.largest(model, "full", settings.context, **settings.stepping)
+    yield full or _nothing("full", context=settings.context)
+    for policy in settings.policies:
+        found = decode.largest(model, policy, settings.context, **settings.stepping)
+        record = found or _nothing(policy, context=settings.context)
+        yield record | {"times_full": decode.ratio(found, full)}
+
+
+def _same(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
+    """The same batch for all: what a bounded state gains without being given more sequences."""
+    for batch in settings.batches:
+        full = decode.full_step(model, batch, settings.context, **settings.stepping)
+        yield full or _nothing("full", batch=batch, context=settings.context)
+        for policy in settings.policies:
+            found = decode.step_or_none(model, policy, batch, settings.context, **settings.stepping)
+            record = found or _nothing(policy, batch=batch, context=settings.context)
+            yield record | {"times_full": decode.ratio(found, full)}
+
+
+def _prefill(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
+    """Reading a prompt exactly, beside one pass of full attention."""
+    device = model.get_input_embeddings().weight.device
+    for length, batch in product(settings.lengths, settings.batches):
+        full = prefill.fastest_full(model, batch, length, runs=settings.runs)
+        yield full or _nothing("full", batch=batch, length=length)
+        for policy in settings.policies:
+            found = prefill.bounded(model, policy, batch, length, chunk=settings.chunk, runs=settings.runs)
+            clear(device)
+            yield found | {"times_full": found["median_s"] / full["median_s"] if full else None}
+
+
+def _generate(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
+    for batch in settings.batches:
+        yield decode.generate_speed(model, batch, settings.context)
+
+
+def _nothing(policy: str, **where: int) -> Record:
+    """Memory did not suffice even for this."""
+    return {"policy": policy, **where, "out_of_memory": True}

@@ -1,0 +1,164 @@
+"""`msrnn bench`: the paper's table of memory, batch and speed, and what lies behind it, on this machine."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from . import options
+from .opening import device_of, hush, note
+
+if TYPE_CHECKING:
+    from ..bench.run import Settings
+
+_ABOUT = """\
+Memory, largest batch and speed of bounded states on this machine, against the same engine with a full cache. The
+weights are random: speed does not depend on them. Kernels are checked first; where one is wrong, no speed is printed.
+"""
+_MORE = """\
+parts:
+  table     largest batch that fits and its tokens/s, as in the paper's table 1
+  same      the same batch for all
+  prefill   reading a prompt exactly, against one pass of full attention
+  generate  transformers' own generate, for the record
+
+examples:
+  msrnn bench --shape llama-2-7b
+  msrnn bench --shape llama-3-8b --parts same prefill --batch 1 48 --length 4096 65536 -o bench.jsonl
+  msrnn bench --shape tiny --device cpu
+"""
+
+
+def add(commands: options.Commands[options.Parser]) -> None:
+    parser = commands.add_parser("bench", help="memory and speed on this machine", description=_ABOUT, epilog=_MORE)
+    parser.add_argument(
+        "--shape", default="tiny", help="tiny, llama-2-7b, llama-3-8b, a hub name or a folder (default: tiny)"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("table", "same", "prefill", "generate"),
+        metavar="PART",
+        default=["table", "same", "prefill"],
+        help="what to measure (default: table same prefill)",
+    )
+    parser.add_argument("--policy", nargs="+", metavar="POLICY", help="default: tova at 1/16 to 1/2 of the context")
+    parser.add_argument("--context", type=options.whole(2), metavar="N", help="tokens when decoding (default: 4096)")
+    parser.add_argument("--batch", type=options.whole(1), nargs="+", metavar="N", help="batches (default: 1 48)")
+    parser.add_argument("--length", type=options.whole(1), nargs="+", metavar="N", help="prompts (default: 1024 4096)")
+    parser.add_argument("--chunk", type=options.whole(1), default=256, metavar="N", help="of a prompt (default: 256)")
+    parser.add_argument("--runs", type=options.whole(1), default=5, metavar="N", help="per figure (default: 5)")
+    parser.add_argument("--compiled", action="store_true", help="let torch.compile fuse small operations")
+    parser.add_argument("--dtype", choices=options.DTYPES[1:], help="default: bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="add the records to this file, one JSON object a line")
+    options.add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Namespace) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from ..bench import gate, measure, shapes
+    from ..bench import run as runs
+
+    device = torch.device(device_of(arguments.device))
+    hush()
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    shapes.config(arguments.shape)
+    settings = _settings(arguments)  # what cannot be measured is refused before anything is computed
+    passed = gate.check(device)
+    if not arguments.quiet:
+        note(f"{passed} checks of the kernels passed on {device}")
+    model = shapes.make(arguments.shape, dtype, str(device))
+    settings = replace(settings, bytes_per_second=measure.bandwidth(device))
+    shared = measure.conditions(device, shape=arguments.shape, dtype=str(dtype)[6:], weights="random",
+                                copy_bytes_per_s=settings.bytes_per_second)  # fmt: skip
+    bar = tqdm(total=runs.count(arguments.parts, settings), unit="figure", disable=arguments.quiet or None, leave=False)
+    records = []
+    with bar, _Log(arguments.output) as log:
+        for record in runs.run(model, arguments.parts, settings):
+            records.append(record)
+            log.add(shared | record)
+            bar.set_postfix_str(f"{record['policy']}, {record['part']}")
+            bar.update()
+    if arguments.json:
+        print(json.dumps({"conditions": shared, "records": records}))
+        return
+    print(f"{arguments.shape}, random weights, {str(dtype)[6:]}, {shared['machine']}, torch {torch.__version__}")
+    show(records)
+
+
+def _settings(arguments: Namespace) -> Settings:
+    from ..bench.run import Settings
+    from ..policy import parse
+
+    small = arguments.shape == "tiny"
+    context = arguments.context or (64 if small else 4096)
+    sizes = [f"tova:1/{part}" for part in (16, 8, 4, 2)]
+    policies = tuple(str(parse(text, length=context)) for text in arguments.policy or sizes)
+    return Settings(
+        policies=tuple(dict.fromkeys(policies)),
+        context=context,
+        batches=tuple(arguments.batch or ((1, 4) if small else (1, 48))),
+        lengths=tuple(arguments.length or ((64,) if small else (1024, 4096))),
+        chunk=arguments.chunk,
+        runs=arguments.runs,
+        compiled=arguments.compiled,
+    )
+
+
+class _Log:
+    """Records go to the file one by one, so that an interrupted run keeps what it has."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+
+    def __enter__(self) -> _Log:
+        if self.path is not None:
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            self.file = Path(self.path).open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def add(self, record: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+_COLUMNS = (
+    ("part", 9), ("policy", 14), ("batch", 7), ("tokens", 8), ("KV a sequence", 14), ("ms", 10), ("tokens/s", 11),
+    ("x full", 8), ("x floor", 8),
+)  # fmt: skip
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    print("".join(f"{name:>{width}}" for name, width in _COLUMNS))
+    for record in records:
+        cells = _cells(record)
+        print("".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    from ..memory import human
+
+    where = [record["part"], record["policy"], str(record.get("batch", "-"))]
+    where.append(f"{record.get('context', record.get('length', 0)):,}")
+    if record.get("out_of_memory"):
+        return [*where, "out of memory", "-", "-", "-", "-"]
+    state = human(record["state_bytes"] / record["batch"]) if "state_bytes" in record else "-"
+    speed = [f"{1e3 * record['median_s']:.2f}", f"{record['tokens_per_s']:,.0f}"]
+    return [*where, state, *speed, *(_times(record.get(name)) for name in ("times_full", "times_floor"))]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
