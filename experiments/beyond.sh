@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The two questions beyond the paper, from search to tables, on one GPU: bash experiments/beyond.sh DATA WORK [MODEL]
-# Every step goes on where it was stopped, so the same command again is always right. ROUNDS (1), CHUNKS (2 a book),
+# Every step goes on where it was stopped, so the same command again is always right. ROUNDS (1), CHUNKS (4 a book),
 # DTYPE (bfloat16), BATCH (32), PYTHON (python) may be set. WORK gets search.jsonl, chosen.txt, tova.json, preset.json,
 # budgets.jsonl, tables.txt, and the measurements.
 set -euo pipefail
 data=$1 work=$2 model=${3:-}
-python=${PYTHON:-python} chunks=${CHUNKS:-2} dtype=${DTYPE:-bfloat16} batch=${BATCH:-32} rounds=${ROUNDS:-1}
+python=${PYTHON:-python} chunks=${CHUNKS:-4} dtype=${DTYPE:-bfloat16} batch=${BATCH:-32} rounds=${ROUNDS:-1}
 here=$(dirname "$0")
 export PYTHONPATH="$here/../src" PYTHONUNBUFFERED=1
 mkdir -p "$work"
