@@ -1,0 +1,141 @@
+"""The Triton step, interpreted on the CPU, equals the plain one over many tokens: state, slots, scores and outputs.
+
+Triton is interpreted from its import on, and transformers imports it: the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msrnn.attention import Attention
+from msrnn.ops import eager_step
+from msrnn.policy import parse
+from msrnn.state import State
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from msrnn.ops import gpu_step
+
+
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-o", "python_functions=case_*", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def poisoned() -> Iterator[None]:
+    """NaN in all memory that is fresh."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    yield
+    gpu_step._cut.cache_clear()
+    torch.use_deterministic_algorithms(False)
+
+
+def steps(text: str, attention: Attention, shape: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> None:
+    """Both go on from a state that is almost full, each with its own; a row is inactive now and then."""
+    policy, (batch, heads, kv_heads) = parse(text), shape
+    length, made = (policy.capacity or 7) + 3, torch.Generator().manual_seed(len(text))
+    query = 3 * torch.randn(length, batch, heads, 20, generator=made, dtype=dtype)
+    key, value = (torch.randn(length, batch, kv_heads, n, generator=made, dtype=dtype) for n in (20, 12))
+    share = heads // kv_heads if policy.scope == "query_head" else 1
+    key, value = key.repeat_interleave(share, 2), value.repeat_interleave(share, 2)
+    one = State.empty(policy, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), heads, attention.window)
+    if policy.capacity is None:  # as few slots as will be needed, and one
+        one.keys, one.values, one.positions = (
+            rows[:, :, :10].clone() for rows in (one.keys, one.values, one.positions)
+        )
+    slot = torch.zeros(one.positions.shape[:2], dtype=torch.int64)
+    for t in range(length - 4):
+        advance(eager_step.step, one, slot, one.seen.clone(), query[t], key[t], value[t], policy, attention)
+    two, other = one.fork(), slot.clone()
+    for t in range(length - 4, length):
+        seen = torch.where(torch.rand(batch, generator=made) < 0.1, -1, one.seen)
+        want = advance(eager_step.step, one, slot, seen, query[t], key[t], value[t], policy, attention)
+        got = advance(gpu_step.step, two, other, seen, query[t], key[t], value[t], policy, attention)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-3)
+        assert torch.equal(slot, other), f"token {t}"
+        same(one, two)
+
+
+def advance(step: Any, state: State, slot: Tensor, seen: Tensor, *rest: Any) -> Tensor:
+    """`rest`: query, key, value, policy, attention."""
+    held = (state.keys, state.values, state.positions, state.scores, slot, seen)
+    out: Tensor = step(*rest[:3], *held, *rest[3:])
+    state.seen += seen >= 0
+    return out
+
+
+def same(one: State, two: State) -> None:
+    for name, tensor in one.tensors().items():
+        other: Tensor = two.tensors()[name]
+        if name == "scores":  # what an empty slot has scored means nothing
+            tensor, other = (scores.masked_fill(one.positions < 0, 0) for scores in (tensor, other))
+        torch.testing.assert_close(other, tensor, rtol=0, atol=1e-9 if tensor.dtype == torch.float64 else 1e-5)
+
+
+POLICIES = ("tova:6", "tova+2:9,last=3", "h2o:7", "h2o-layer+1:6,momentum=0.9", "tova-head:5", "tova-query-head:9")
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap, sinks": {"softcap": 2.0, "sinks": torch.tensor([0.5, -1, 3, 0], dtype=torch.float64)},
+    "window": {"window": 5},
+    "wide window": {"window": 9},
+}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "window:5", "window+2:6", "full"])
+@pytest.mark.parametrize("attention", ATTENTION)
+def case_equals_eager(policy: str, attention: str) -> None:
+    steps(policy, Attention(0.4, **ATTENTION[attention]), (2 if attention == "plain" else 1, 4, 2))
+
+
+@pytest.mark.parametrize("policy", ["tova:6", "h2o:20"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def case_narrow(policy: str, dtype: torch.dtype) -> None:
+    steps(policy, Attention(0.4), (1, 4, 2), dtype)
+
+
+@pytest.mark.parametrize("policy", ["tova:40", "h2o:18", "window:34"])
+@pytest.mark.parametrize("heads", [(3, 1), (2, 2)])
+def case_shares_of_a_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_step, "_FEW", (32, 4, 8))
+    monkeypatch.setattr(gpu_step, "_GROUPED", (32, 4, 8))
+    steps(policy, Attention(0.4), (1, *heads))
+
+
+@pytest.mark.parametrize("policy", ["tova:40", "tova-head:17"])
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+def case_one_program_per_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_step, "_ENOUGH", 0)
+    for kind in ("_GROUPED", "_MANY"):
+        monkeypatch.setattr(gpu_step, kind, (32, 4, 0))
+    steps(policy, Attention(0.4), (1, *heads))
+
+
+def case_all_equal_the_oldest_leaves() -> None:
+    policy, attention = parse("tova:5"), Attention(0.0)
+    zeros = torch.zeros(1, 1, 16, dtype=torch.float64)
+    state = State.empty(policy, zeros[:, :, None], zeros[:, :, None], 1)
+    slot = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(9):
+        held = (state.keys, state.values, state.positions, None, slot, state.seen)
+        gpu_step.step(zeros, zeros, zeros, *held, policy, attention)
+        state.seen += 1
+    assert sorted(state.positions.flatten().tolist()) == [-1, 4, 5, 6, 7, 8]
+
+
+def case_a_part_of_a_buffer_is_refused() -> None:
+    policy, attention = parse("tova:5"), Attention(1.0)
+    new, rows = torch.zeros(2, 1, 16), torch.zeros(2, 2, 6, 16)[:, :1]
+    ints = torch.zeros(2, 1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="contiguous"):
+        gpu_step.step(new, new, new, rows, rows, ints, None, ints[:, :, 0], ints[:, 0, 0], policy, attention)
