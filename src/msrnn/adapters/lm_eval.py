@@ -125,7 +125,7 @@ class BoundedLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first of the given stops; greedy unless the task asks to sample."""
-        answers = []
+        answers: list[str] = []
         for batch in _batches(requests, 1, "answers", disable_tqdm):
             context, settings = batch[0].args
             hot = float(settings.get("temperature", 0.0) or 0.0) if settings.get("do_sample") else 0.0

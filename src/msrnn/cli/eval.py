@@ -43,6 +43,12 @@ def add(commands: options.Commands[options.Parser]) -> None:
     parser.add_argument(
         "--policy", action="append", metavar="POLICY", help="instead of the file's policies; may be given several times"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="write answers with msrnn's engine, or with transformers' generate (default: on a GPU)",
+    )
     parser.add_argument("--seed", type=options.whole(0), metavar="N", help="of samples and intervals (default: 0)")
     options.add_model(parser)
     options.add_output(parser)
@@ -89,6 +95,8 @@ def _experiment(arguments: Namespace) -> Experiment:
     changes = {name: value for name, value in given.items() if value is not None}
     if arguments.dtype != "auto":
         changes["dtype"] = arguments.dtype
+    if arguments.engine != "auto":
+        changes["engine"] = arguments.engine == "on"
     if arguments.policy:
         changes["policies"] = tuple(arguments.policy)
     made = replace(made, **changes)

@@ -6,6 +6,7 @@ leaves behind compares policies on the same samples. Batches go round the groups
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,6 +68,13 @@ def run(
         records = list(bench.records(experiment, entries, works))
         write_records(out, records)
         return records
+
+
+def free() -> None:
+    """Give memory back to the GPU, that of objects in cycles too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def deadline(minutes: float | None) -> float:
@@ -132,16 +140,18 @@ class Bench:
         if copied:
             self.log.add(copied)
             return
+        done = None
         try:
             done = self._measure(entry, todo)
         except torch.OutOfMemoryError:
             if len(todo) == 1:
                 raise
-            torch.cuda.empty_cache()
-            self._finish(entry, todo[: len(todo) // 2])
-            self._finish(entry, todo[len(todo) // 2 :])
+        if done is not None:
+            self.log.add(done)
             return
-        self.log.add(done)
+        free()  # here the error, and all that its frames held, is gone
+        self._finish(entry, todo[: len(todo) // 2])
+        self._finish(entry, todo[len(todo) // 2 :])
 
     def _as_full(self, entry: Entry, todo: Sequence[Work]) -> list[Done]:
         """A capacity that no text exceeds gives what the plain model gave."""
@@ -156,6 +166,8 @@ class Bench:
         began = time.perf_counter()
         with Peak(self.tools.device) as peak:
             outputs = self._outputs(entry, todo)
+        if self.task.writes:
+            free()  # an engine's static rows; the next policy has others
         seconds = (time.perf_counter() - began) / len(todo)
         done = []
         for work, output in zip(todo, outputs, strict=True):
