@@ -54,6 +54,10 @@ class Attention:
                 self._finish(torch.mm(grouped[head], shared[head], out=logits[head]), exponentials)
         return logits.view(batch, heads, rows, columns)
 
+    def gather(self, rows: Tensor) -> Tensor:
+        """[B, H, C, N]: the rows of all heads that decide together: these, unless a subclass spreads the heads."""
+        return rows
+
     def own(self, rows: Tensor) -> Tensor:
         """[B, H, C, N]: the rows of the heads that this process holds: all, unless a subclass spreads the heads."""
         return rows

@@ -143,10 +143,12 @@ def _scan_all(
     rest = (births, steps, scores, policy, attention.window, attention.sinks)
     if not state.careful and ops.quick(query.device.type):
         try:
-            return ops.scan(attention.logits(query, keys, exponentials=True), *rest, exponentials=True)
+            return ops.scan(
+                attention.gather(attention.logits(query, keys, exponentials=True)), *rest, exponentials=True
+            )
         except Vanished:
             state.careful = True
-    return ops.scan(attention.logits(query, keys), *rest)
+    return ops.scan(attention.gather(attention.logits(query, keys)), *rest)
 
 
 def _oneshot(
@@ -206,10 +208,10 @@ def _attend(
     logits = attention.logits(query, keys)
     logits.view(len(mask), mask.shape[1], -1, *mask.shape[2:]).masked_fill_(~mask[:, :, None], -torch.inf)
     if attention.sinks is None:
-        mix(torch.softmax(logits, -1, out=logits), values, out=output)
+        mix(torch.softmax(logits, -1, out=logits), values, None, out=output)
         return
     sinks = attention.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    mix(torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], values, out=output)
+    mix(torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], values, None, out=output)
 
 
 def _step(
