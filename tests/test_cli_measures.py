@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from msrnn import policy
 from msrnn.cli import advise, main
@@ -16,10 +16,17 @@ from msrnn.models import bundled
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def model(llama: Any, tmp_path: Path) -> str:
-    folder = tmp_path / "tiny"
-    llama(vocab_size=49152, initializer_range=0.05).save_pretrained(folder)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("models") / "tiny", layers=3)
+
+
+def saved(folder: Path, layers: int) -> str:
+    """A tiny random model with the bundled tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 49152, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.05)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
     return str(folder)
 
@@ -33,15 +40,13 @@ def book(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_calibrate_then_generate(
-    model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], llama: Any
-) -> None:
+def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "profile.json")
-    sizes = ["--length", "64", "--chunks", "3", "--grid", "4,8,16,32", "--rounds", "1"]
+    sizes = ["--length", "64", "--chunks", "2", "--grid", "4,12,32", "--rounds", "1"]
     command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "tova for tiny, measured on 3 x 64 tokens" in said
+    assert "tova for tiny, measured on 2 x 64 tokens" in said
     assert "capacities by layer, average 16" in said
     made = json.loads(Path(out).read_text())
     assert sum(made["capacities"]) == 36
@@ -58,10 +63,7 @@ def test_calibrate_then_generate(
     assert main(["info", model, f"tova:16,profile={out}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["slots"] == [c + 1 for c in made["allocations"]["16"]]
 
-    other = tmp_path / "other"
-    llama(vocab_size=49152, num_hidden_layers=2).save_pretrained(other)
-    AutoTokenizer.from_pretrained(model).save_pretrained(other)
-    use[use.index(model)] = str(other)
+    use[use.index(model)] = saved(tmp_path / "other", layers=2)
     assert main([*use, "-q"]) == 2
     assert "was made for another model, tiny (3 layers, not 2" in capsys.readouterr().err
 
