@@ -146,6 +146,23 @@ def test_random_numbers_are_even_and_unrelated():
     assert torch.corrcoef(torch.stack([numbers[0, 1:], numbers[0, :-1]]))[0, 1].abs() < 0.05
 
 
+@pytest.mark.parametrize("policy", ["tova:8", "full"])
+def test_steps_while_all_are_idle_leave_no_trace(llama, policy):
+    """As at the capture of a graph, which may come when rows are in the middle of their texts."""
+    model, texts = llama(), prompts(20, 6, 13)
+    engine = Engine(model, policy, batch=2, length=48)
+    plain = engine._step
+
+    def disturbed(sampled: bool) -> None:
+        with engine.cache.idle():
+            plain(True)
+            plain(False)
+        plain(sampled)
+
+    engine._step = disturbed
+    assert engine.generate(texts, max_new_tokens=8) == [plainly(model, policy, text, 8) for text in texts]
+
+
 @pytest.mark.parametrize("reading", ["masked", "step"])
 def test_every_way_to_read_a_full_cache(llama, reading):
     model, texts = llama(), prompts(20, 6, 13)

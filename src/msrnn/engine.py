@@ -273,20 +273,21 @@ class Engine:
     def capture(self, sampled: bool = False) -> torch.cuda.CUDAGraph:
         """The graph of a step, captured at first use with all rows idle, so that nothing of them changes."""
         if sampled not in self._captured:
-            seen = self.cache.seen.clone()
-            self.cache.seen.fill_(-1)
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(3):  # kernels are compiled and workspaces made before the capture
-                    self._step(sampled)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step(sampled)
-            self._captured[sampled] = graph
-            self.cache.seen.copy_(seen)
+            with self.cache.idle():
+                self._captured[sampled] = self._capture(sampled)
         return self._captured[sampled]
+
+    def _capture(self, sampled: bool) -> torch.cuda.CUDAGraph:
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # kernels are compiled and workspaces made before the capture
+                self._step(sampled)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step(sampled)
+        return graph
 
 
 @dataclass

@@ -7,6 +7,7 @@ Made from a bounded cache that has read a token, whose states tell every layer's
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, cast
 
 import torch
@@ -166,9 +167,18 @@ class StaticCache(BoundedCache):
         Cache.__init__(self, layers=layers)
 
     def begin(self) -> None:
-        """Before each step: where layers that keep everything put the newcomers."""
+        """Before each step: where layers that keep everything put the newcomers; an idle row's place stays as it is."""
         if self.length is not None:
-            self.place.copy_(self.seen.clamp(0, self.length - 1))
+            self.place.copy_(torch.where(self.seen >= 0, self.seen.clamp(max=self.length - 1), self.place))
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """All rows idle for a while. What a step writes meanwhile goes where the next token will be written over it."""
+        self.begin()
+        seen = self.seen.clone()
+        self.seen.fill_(-1)
+        yield
+        self.seen.copy_(seen)
 
     @property
     def static(self) -> Iterator[StaticLayer]:

@@ -14,7 +14,9 @@ from ..engine import Engine
 from ..ops import eager_step
 from ..ops.step import step
 from ..policy import Policy, parse
+from ..rnn import RNN
 from ..state import State
+from ..wavefront import Wavefront
 from .shapes import make
 
 POLICIES = ("tova:16", "window+4:16", "h2o:16", "h2o-layer:16", "tova-head:16", "tova:16,momentum=0.5", "full")
@@ -41,6 +43,7 @@ def _checks(text: str, device: torch.device) -> Iterator[tuple[str, float, float
     yield "the chunked recurrence in float32", _recurrence(policy, device, torch.float32), 1e-4
     if policy.capacity is not None:
         yield "a step", _steps(policy, device, torch.float32), 1e-4
+        yield "the wavefront", _wavefront(text, device), 1e-3
     yield "the engine's text", _engine(text, device), 0
 
 
@@ -81,6 +84,21 @@ def _steps(policy: Policy, device: torch.device, dtype: torch.dtype, count: int 
         worst = max(worst, float((outputs[0] - outputs[1]).abs().nan_to_num(torch.inf).max()))
     kept = [state.positions.cpu().sort().values for state in (plain, fast)]
     return worst if torch.equal(*kept) else float("inf")
+
+
+def _wavefront(text: str, device: torch.device) -> float:
+    """The largest difference of the logits after a prompt read in rounds; infinite if other tokens survive."""
+    rnn = RNN(make("tiny", torch.float32, str(device), initializer_range=0.3), text, chunk=16)
+    front, worst = Wavefront(rnn, lanes=3), 0.0
+    for length in (180, 131):  # rounds captured, replayed, and a shorter one
+        ids = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(length)).to(device)
+        want, state = rnn.step(ids, rnn.start())
+        got, read = front.read(ids)
+        for mine, theirs in zip(read.bounded, state.cache.bounded, strict=True):
+            kept = [layer.state.positions.sort().values for layer in (mine, theirs) if layer.state is not None]
+            worst = max(worst, 0.0 if torch.equal(*kept) else float("inf"))
+        worst = max(worst, float((got - want).abs().nan_to_num(torch.inf).max()))
+    return worst
 
 
 def _engine(text: str, device: torch.device) -> float:

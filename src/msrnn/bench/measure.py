@@ -18,7 +18,12 @@ Record = dict[str, Any]
 
 
 def seconds(call: Callable[[], object], device: torch.device, runs: int = 5, least: float = 0.1) -> list[float]:
-    """Seconds of a call, `runs` times; a short call is repeated until a run takes `least` seconds."""
+    """Seconds of a call, `runs` times; a short call is repeated until a run takes `least` seconds.
+
+    With `least` at 0 the call has been made before, and each run is one call.
+    """
+    if not least:
+        return [_one(call, device, 1) for _ in range(runs)]
     call()
     once = _one(call, device, 1)
     times = max(1, int(least / max(once, 1e-6)))
