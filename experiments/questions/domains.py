@@ -1,0 +1,59 @@
+"""Question: in which domains and languages does a bounded state fail? Free word order is said to be hard.
+
+Method: how much TOVA's perplexity exceeds full's, text by text: prose, code and legal text that come with Python, the
+prose with the words of each sentence shuffled (word order as free as can be), and any texts of your own by name.
+
+    python experiments/questions/domains.py --capacity 256 --own finnish=kalevala.txt,latin=caesar.txt
+"""
+
+import inspect
+import random
+import re
+import turtle  # a long module of plain Python
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msrnn.analysis import question
+from msrnn.perplexity import perplexity
+from msrnn.text import read_blocks
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = question.arguments(__doc__, argv, own="")
+    model, tokenizer = question.opened(options)
+    answer = question.Answer("domains", model, {"tokens": options.tokens})
+    for name, text in texts(options.text, question.text_of(options), options.own):
+        ids = question.ids_of(tokenizer, text, options.tokens)
+        for policy in ("full", f"tova:{options.capacity}", f"window+4:{options.capacity}"):
+            found = perplexity(model, ids, None if policy == "full" else policy)
+            answer.perplexity(policy, found.nll, found.tokens, text=name)
+    answer.show(options.output)
+
+
+def texts(given: str | None, prose: str, own: str) -> Iterator[tuple[str, str]]:
+    yield Path(given).stem if given else "documentation", prose
+    yield "the same, words shuffled", shuffled(prose)
+    yield "code", inspect.getsource(turtle)
+    yield "legal", licence()
+    for pair in filter(None, own.split(",")):
+        name, _, path = pair.partition("=")
+        yield name, "".join(read_blocks(path))
+
+
+def shuffled(text: str) -> str:
+    dice = random.Random(0)
+    sentences = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+", text)]
+    for words in sentences:
+        dice.shuffle(words)
+    return " ".join(" ".join(words) for words in sentences)
+
+
+def licence() -> str:
+    import builtins
+
+    builtins.license._Printer__setup()  # type: ignore[attr-defined]
+    return "\n".join(builtins.license._Printer__lines)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Which tokens stay: numbers that are functions of a trace alone, with no model and no text.
+
+A token counts as kept for the steps at which it was visible, its own included, and to the end of the trace where it
+is still held: the paper's count, whose mean is the same under every policy that fills its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..trace import Trace
+
+EARLY = range(1, 25)  # the paper's tokens 2 to 25
+STEPS = 16  # moments at which what is held is looked at
+
+
+def layers_holding(trace: Trace, step: int, row: int = 0) -> Tensor:
+    """[T]: how many layers hold each token after `step`; a layer whose units disagree counts as their share."""
+    return _shares(trace, step, row).sum(0)
+
+
+def recent_share(trace: Trace, step: int, row: int = 0) -> Tensor:
+    """[L]: which part of what each layer holds after `step` a window of the same size would hold, too."""
+    shares = []
+    for layer in range(len(trace.deaths)):
+        held = trace.held(layer, step)[row]
+        shares.append((held & ~older(held, step)).sum() / held.sum().clamp(min=1))
+    return torch.stack(shares)
+
+
+def older(held: Tensor, step: int) -> Tensor:
+    """[U, T]: held, though a window of the same size would have dropped it."""
+    oldest = step + 1 - held.sum(1, keepdim=True)
+    return held & (torch.arange(held.shape[1]) < oldest)
+
+
+def moments(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
+    """Steps from the first eviction to the end, evenly spread: before that, states only fill."""
+    last = trace.length - 1
+    first = min((int(deaths[row].min()) for deaths in trace.deaths), default=0)
+    return sorted(set(torch.linspace(min(first, last), last, count).long().tolist()))
+
+
+def mean_recent_share(trace: Trace, row: int = 0) -> Tensor:
+    """[L]: the recent share, averaged over the moments."""
+    return torch.stack([recent_share(trace, step, row) for step in moments(trace, row)]).mean(0)
+
+
+def steps_kept(trace: Trace, row: int = 0) -> Tensor:
+    """[L, T]: the number of steps at which each token was visible, averaged over a layer's units."""
+    return torch.stack([trace.ages(layer)[row].float().mean(0) + 1 for layer in range(len(trace.deaths))])
+
+
+def held_at_end(trace: Trace, places: Iterable[int], row: int = 0) -> Tensor:
+    """[L]: the share of these tokens that each layer still holds after the last step."""
+    wanted = [place for place in places if place < trace.length]
+    if not wanted:
+        raise ValueError(f"the trace has {trace.length} tokens, none of those asked for")
+    return _shares(trace, trace.length - 1, row)[:, wanted].mean(1)
+
+
+def survival(trace: Trace, ages: Sequence[int], row: int = 0) -> Tensor:
+    """[L, len(ages)]: the share of tokens still held so many steps after their own, among those old enough."""
+    births = torch.arange(trace.length)
+    lines = []
+    for deaths in trace.deaths:
+        lines.append([float((deaths[row, :, : trace.length - age] > births[: trace.length - age] + age).float().mean())
+                      for age in _possible(ages, trace.length)])  # fmt: skip
+    return torch.tensor(lines)
+
+
+def ages_for(length: int) -> list[int]:
+    """Ages worth a point on a logarithmic axis: 1, 2, 4, ... while at least a tenth of the tokens can reach them."""
+    return [1 << power for power in range(length.bit_length()) if (1 << power) <= 0.9 * length]
+
+
+def layer_agreement(trace: Trace, row: int = 0, *, only_older: bool = False) -> Tensor:
+    """[L, L]: how much of what two layers hold is the same (Jaccard), averaged over the moments."""
+    steps = moments(trace, row)
+    return torch.stack([_overlaps(_shares(trace, step, row, only_older)) for step in steps]).nanmean(0)
+
+
+def chance_agreement(trace: Trace, row: int = 0) -> float:
+    """What the agreement on older tokens would be if each layer had drawn its own at random."""
+    found = []
+    for step in moments(trace, row):
+        sizes = _shares(trace, step, row, only_older=True).sum(1)
+        pool = float(step + 1 - _shares(trace, step, row).sum(1).mean())
+        both = sizes[:, None] * sizes / max(pool, 1)
+        found.append(off_diagonal(both / (sizes[:, None] + sizes - both)))
+    return float(torch.tensor(found).nanmean())
+
+
+def off_diagonal(square: Tensor) -> float:
+    """The mean over pairs of different rows and columns; nan where there is no such pair."""
+    return float(square[~torch.eye(len(square), dtype=torch.bool)].nanmean())
+
+
+def head_agreement(trace: Trace, row: int = 0, *, only_older: bool = False) -> Tensor:
+    """[L]: how much of what two units of one layer hold is the same; nan where a layer decides as one."""
+    found = []
+    for step in moments(trace, row):
+        helds = [_held(trace, layer, step, row, only_older) for layer in range(len(trace.deaths))]
+        found.append(torch.tensor([off_diagonal(_overlaps(held.float())) for held in helds]))
+    return torch.stack(found).nanmean(0)
+
+
+def distinct(trace: Trace, row: int = 0) -> Tensor:
+    """[L]: different tokens that a layer's units hold between them, in states' worth: 1 where they all agree."""
+    found = []
+    for step in moments(trace, row):
+        helds = [trace.held(layer, step)[row] for layer in range(len(trace.deaths))]
+        found.append(torch.stack([held.any(0).sum() / held.sum(1).float().mean().clamp(min=1) for held in helds]))
+    return torch.stack(found).mean(0)
+
+
+def agreement_with(one: Trace, other: Trace, row: int = 0) -> Tensor:
+    """[L]: how much of what each layer holds is the same in two traces of one text, e.g. layer-wise and head-wise."""
+    if one.length != other.length or len(one.deaths) != len(other.deaths):
+        raise ValueError(
+            f"traces of {one.length} tokens in {len(one.deaths)} layers and of {other.length} in {len(other.deaths)} "
+            "cannot be compared; trace one text twice with one model"
+        )
+    found = []
+    for step in moments(one, row):
+        pairs = zip(_shares(one, step, row), _shares(other, step, row), strict=True)
+        found.append(torch.stack([torch.minimum(a, b).sum() / torch.maximum(a, b).sum() for a, b in pairs]))
+    return torch.stack(found).nanmean(0)
+
+
+def _possible(ages: Sequence[int], length: int) -> Sequence[int]:
+    for age in ages:
+        if not 0 <= age < length:
+            raise ValueError(f"no token of {length} can be {age} steps old; ask for ages from 0 to {length - 1}")
+    return ages
+
+
+def _held(trace: Trace, layer: int, step: int, row: int, only_older: bool) -> Tensor:
+    """[U, T]"""
+    held = trace.held(layer, step)[row]
+    return older(held, step) if only_older else held
+
+
+def _shares(trace: Trace, step: int, row: int, only_older: bool = False) -> Tensor:
+    """[L, T]: the share of each layer's units that hold each token after `step`."""
+    layers = range(len(trace.deaths))
+    return torch.stack([_held(trace, layer, step, row, only_older).float().mean(0) for layer in layers])
+
+
+def _overlaps(shares: Tensor) -> Tensor:
+    """[N, T] -> [N, N]: Jaccard, for shares the sum of minima over the sum of maxima; nan where both hold nothing."""
+    least = torch.stack([torch.minimum(shares, one).sum(1) for one in shares])
+    sizes = shares.sum(1)
+    return least / (sizes[:, None] + sizes - least)

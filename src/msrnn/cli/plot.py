@@ -1,0 +1,55 @@
+"""`msrnn plot`: figures from results; nothing is measured."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from . import options
+from .opening import note
+
+_ABOUT = """\
+Draw every figure that the results have something for: records (*.jsonl) of msrnn eval, retention and of our benchmarks,
+traces (*.safetensors) of msrnn trace, and folders of both.
+"""
+_MORE = """\
+figures of records: perplexity, score, running, retention, words, throughput, needle, turns
+figures of traces:  map, layers, agreement
+
+examples:
+  msrnn plot results -o figures
+  msrnn plot results/pg19.jsonl -o figures --figure perplexity --format svg
+  msrnn plot trace.safetensors -o figures --figure layers
+"""
+
+
+def add(commands: options.Commands[options.Parser]) -> None:
+    parser = commands.add_parser("plot", help="figures from results", description=_ABOUT, epilog=_MORE)
+    parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, traces, or folders of them")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the figures")
+    parser.add_argument("--figure", metavar="NAME", help="this one only (default: all there is something for)")
+    parser.add_argument("--format", choices=("png", "svg", "pdf"), default="png", help="(default: png)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Namespace) -> None:
+    from ..analysis.figures import check_name, draw, draw_trace
+    from ..analysis.results import load_trace, open_results
+
+    check_name(arguments.figure)
+    results = open_results(arguments.results)
+    folder = Path(arguments.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {"only": arguments.figure, "kind": arguments.format}
+    drawn = 0
+    for name, _, file in draw(results.records, folder, **chosen):
+        print(file)
+        drawn += bool(name)
+    for path in results.traces:
+        for _, file in draw_trace(load_trace(path), path.stem, folder, **chosen):
+            print(file)
+            drawn += 1
+    if not drawn:
+        wanted = f"the figure {arguments.figure!r}" if arguments.figure else "any figure"
+        raise ValueError(f"{len(results.records)} records and {len(results.traces)} traces have nothing for {wanted}")
+    note(f"{drawn} figures from {len(results.records):,} records and {len(results.traces)} traces")

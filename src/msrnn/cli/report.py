@@ -1,0 +1,48 @@
+"""`msrnn report`: one page with all tables and figures of some results."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from . import options
+from .opening import note
+
+_ABOUT = """\
+Write one HTML page with every table and figure that the results have something for, the paper's numbers beside ours,
+the conditions, and the command that makes each again. The page needs no other file and no network.
+"""
+_MORE = """\
+examples:
+  msrnn report results -o report.html
+  msrnn report results/pg19.jsonl traces/ -o report.html --title "PG-19 on my model"
+  msrnn report results --markdown            # the tables alone, on standard output
+"""
+
+
+def add(commands: options.Commands[options.Parser]) -> None:
+    parser = commands.add_parser("report", help="a page of tables and figures", description=_ABOUT, epilog=_MORE)
+    parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, traces, or folders of them")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html)")
+    parser.add_argument("--title", default="msrnn: results", help="(default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Namespace) -> None:
+    from ..analysis.results import open_results
+
+    if arguments.markdown and arguments.output:
+        raise ValueError("--markdown prints tables and --output is for the page; give one of them")
+    results = open_results(arguments.results)
+    if arguments.markdown:
+        from ..analysis.table import tables
+
+        print("\n".join(table.markdown() for table in tables(results.records)), end="")
+        return
+    from ..analysis.report import report
+    from ..files import write_text
+
+    page = Path(arguments.output or "report.html")
+    write_text(page, report(results, title=arguments.title))
+    note(f"{len(results.records):,} records and {len(results.traces)} traces in {page} ({page.stat().st_size:,} bytes)")

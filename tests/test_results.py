@@ -1,0 +1,313 @@
+"""Records become tables, figures and a page: what is shown is what the records say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_records import everything, perplexity, pg19, recall, record, retention
+from PIL import Image
+
+from msrnn.analysis.compare import excess
+from msrnn.analysis.records import families, family, newest, read_results
+from msrnn.analysis.style import apart, looks
+from msrnn.analysis.table import perplexity_table, tables, words_table
+from msrnn.cli import main
+from msrnn.eval.record import write_records
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("results") / "all.jsonl"
+    write_records(path, everything())
+    return path
+
+
+@pytest.mark.parametrize(
+    "policy, name",
+    [
+        ("tova:512", "tova"),
+        ("window+4:64", "window+4"),
+        ("full", "full"),
+        ("tova:512,last=1", "tova, last=1"),
+        ("tova:256 by layer", "tova by layer"),
+        ("tova:avg=256", "tova"),
+        ("h2o-layer:64", "h2o-layer"),
+    ],
+)
+def test_families(policy: str, name: str) -> None:
+    assert family(policy) == name
+
+
+def test_families_come_in_the_papers_order() -> None:
+    names = list(families([*pg19(), record("pg19", "new:64", "perplexity", 1.0)]))
+    assert names == ["full", "baseline", "window", "window+4", "h2o", "tova-head", "tova", "tova+4", "new"]
+
+
+def test_a_thing_measured_again_counts_once() -> None:
+    old = record("pg19", "tova:64", "perplexity", 9.0)
+    new = replace(old, value=8.0, date="2026-02-01T00:00:00+00:00")
+    other = replace(old, settings={"chunk": 128})
+    assert newest([old, new, other]) == [new, other]
+    assert newest([new, old]) == [new]
+
+
+def test_budgets_by_layer_stand_beside_their_average(tmp_path: Path) -> None:
+    write_records(tmp_path / "r.jsonl", [record("pg19", "tova:256 by layer", "perplexity", 9.0, capacity=255.97)])
+    assert read_results([tmp_path])[0].capacity == 256
+
+
+def test_results_are_files_and_folders(results: Path, tmp_path: Path) -> None:
+    assert len(read_results([results])) == len(everything())
+    assert read_results([results.parent]) == read_results([results])
+    (tmp_path / "run.samples.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="no result files"):
+        read_results([tmp_path])
+    with pytest.raises(ValueError, match="there is no file"):
+        read_results([tmp_path / "none.jsonl"])
+    (tmp_path / "bad.jsonl").write_text('{"metric": 1}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl:1: not a whole record"):
+        read_results([tmp_path / "bad.jsonl"])
+
+
+def test_benchmarks_are_results() -> None:
+    found = {
+        (one.policy, one.metric, one.cell["length"]): one for one in read_results([ROOT / "results" / "cpu.jsonl"])
+    }
+    one = found["tova:512", "prefill tokens/s", 4096]
+    assert one.value == pytest.approx(4096 / 10.18988)
+    assert one.low < one.value < one.high
+    assert one.capacity == 512
+
+
+def test_rows_of_msrnn_bench_are_results(tmp_path: Path) -> None:
+    row = {"part": "table", "policy": "tova:256", "batch": 8, "context": 4096, "tokens_per_s": 100.0, "median_s": 0.1}
+    row |= {"state_bytes": 800, "shape": "tiny", "dtype": "bfloat16", "machine": "m", "versions": {}, "commit": "c"}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"out_of_memory": True}) + "\n")
+    found = {one.metric: one for one in read_results([tmp_path / "b.jsonl"])}
+    assert found["table tokens/s"].value == 100
+    assert found["state bytes"].value == 100
+    assert found["table tokens/s"].settings == {"batch": 8}
+
+
+def test_excess_is_taken_text_by_text() -> None:
+    """Texts differ by far more than the policies, and the interval of the difference stays small."""
+    full, tova = perplexity("pg19", "full", 3.0), perplexity("pg19", "tova:64", 3.1)
+    found = excess(tova, full)
+    assert found is not None
+    assert found.value == pytest.approx(np.exp(0.1) - 1, rel=0.02)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= found.value <= found.high < found.value + 0.01
+    assert excess(tova, replace(full, parts={"book0": full.parts["book0"]})) is None
+    alone = {"parts": {"book0": {"nll": 100.0, "tokens": 50.0}}}
+    assert excess(replace(tova, **alone), replace(full, **alone)) == (0.0, None, None)
+
+
+def test_the_table_has_ours_and_the_papers() -> None:
+    table = perplexity_table(pg19())
+    assert table is not None
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert rows["tova, paper"] == ["9.53", "8.32", "7.71", "7.41", "7.25", "7.17", "7.16"]
+    tova = [one for one in pg19() if one.policy.startswith("tova:")]
+    assert rows["tova"] == [f"{one.value:.2f}" for one in tova]
+    assert rows["full"] == rows["full"][:1] * 7
+    best = [row[0].text for row in table.rows if row[1].best]
+    assert best == ["tova"]
+    assert f"({tova[0].low:.2f} to {tova[0].high:.2f})" in table.markdown()
+
+
+def test_every_table_is_square() -> None:
+    made = list(tables(everything()))
+    assert len(made) >= 7
+    for table in made:
+        assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+        assert len(set(table.columns)) == len(table.columns), table.title
+
+
+def test_word_classes_stand_beside_the_papers() -> None:
+    table = words_table(retention())
+    assert table is not None
+    assert table.columns == ["class", "tova:256", "tova:256, paper", "tova-head:256", "tova:512", "tova:512, paper"]
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert rows["all"] == ["249", "249", "249", "481", "481"]
+    assert rows["POS (possessive 's)"][1] == "1134"
+    assert "$ (dollar)" not in rows  # too few tokens to say anything
+    shorter = words_table([replace(one, settings={"length": 1000}) for one in retention()])
+    assert shorter is not None
+    assert shorter.columns == ["class", "tova:256", "tova-head:256", "tova:512"]  # the paper's texts were longer
+
+
+def test_names_beside_lines_do_not_touch() -> None:
+    moved = apart([1, 1, 1, 50, 99], 10, 0, 100)
+    assert all(b - a > 9.9 for a, b in pairwise(moved))
+    assert min(moved) >= -0.1
+    assert max(moved) <= 100.1
+    assert apart([10, 50, 90], 10, 0, 100) == [10, 50, 90]
+    crowded = apart([5] * 30, 10, 0, 100)
+    assert crowded == sorted(crowded)
+
+
+def test_lines_differ_in_more_than_colour() -> None:
+    found = looks(["baseline", "window", "window+4", "h2o", "h2o-layer", "tova-head", "tova", "tova+4", "x", "y", "z"])
+    assert len({look.marker for look in found.values()}) == len(found)
+    greys = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (_rgb(look.colour) for look in found.values())]
+    assert max(greys) < 0.8  # all visible on white
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+
+
+def test_plot_draws_every_figure(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(results), "-o", str(tmp_path / "new")]) == 0
+    said = capsys.readouterr()
+    files = sorted(path.name for path in (tmp_path / "new").iterdir())
+    wanted = ("needle", "perplexity", "retention", "running", "score", "throughput", "turns", "words")
+    assert files == [f"{name}.png" for name in wanted]
+    assert len(said.out.splitlines()) == len(files)
+    for file in files:
+        picture = np.asarray(Image.open(tmp_path / "new" / file).convert("L"))
+        assert picture.shape[1] > 700
+        assert 0.005 < (picture < 200).mean() < 0.6, file
+
+
+def test_the_same_records_give_the_same_picture(tmp_path: Path) -> None:
+    from msrnn.analysis.curves import perplexity_by_capacity
+
+    one, two = (perplexity_by_capacity(pg19(), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    assert one == two
+    changed = [replace(r, value=r.value * 1.2) if r.policy == "tova:64" else r for r in pg19()]
+    assert perplexity_by_capacity(changed, tmp_path / "c.svg").read_bytes() != one
+
+
+def test_figures_of_little(tmp_path: Path) -> None:
+    """One policy, one size, one text, no full: drawn all the same."""
+    few = [perplexity("pg19", "tova:64", 3.0, low=None, high=None, groups=1)]
+    path = tmp_path / "few.jsonl"
+    write_records(path, [*few, *[one for one in recall() if one.policy == "full"]])
+    assert main(["plot", str(path), "-o", str(tmp_path / "out")]) == 0
+    assert main(["report", str(path), "-o", str(tmp_path / "few.html")]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--figure", "wrods"], "unknown figure 'wrods'; did you mean 'words'?; allowed: perplexity, "),
+        (["--figure", "map"], "records and 0 traces have nothing for the figure 'map'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["plot", str(results), "-o", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+class Page(HTMLParser):
+    """Collects what a page shows, and whatever it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: set[str] = set()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "br", "link"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.add(value or "")
+            if name in ("src", "href") and value and not value.startswith("data:"):
+                self.fetched.append(value)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", str(results), "-o", str(path), "--title", "A & B"]) == 0
+    return path
+
+
+def test_the_page_needs_nothing_else(page: Path, results: Path) -> None:
+    text = page.read_text()
+    found = Page()
+    found.feed(text)
+    assert found.open == []
+    assert all(link.startswith("#") and link[1:] in found.ids for link in found.fetched)
+    assert found.tags.count("img") == 8
+    assert found.tags.count("table") == len(list(tables(everything())))
+    assert "<title>A &amp; B</title>" in text
+    assert "script" not in found.tags
+    assert not re.search(r"@import|url\(", text)
+
+
+def test_the_page_says_how_each_part_is_made_again(page: Path, results: Path) -> None:
+    text = page.read_text()
+    assert f"msrnn plot {results} -o figures --figure words" in text
+    assert "msrnn eval experiments/some.toml" in text
+    assert "commit abc1234" in text
+    assert "torch 2" in text
+    assert f"msrnn report {results} -o report.html" in text
+
+
+def test_a_browser_shows_the_page(page: Path, tmp_path: Path) -> None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("there is no chromium here; the page is parsed in the tests before this one")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--window-size=1250,3000"]
+    check = (
+        "<script>addEventListener('load',()=>{const p=[...document.images];document.title='seen '+"
+        "p.filter(i=>i.complete&&i.naturalWidth>300).length+' of '+p.length+' wide '+"
+        "(document.documentElement.scrollWidth<=innerWidth)})</script></body>"
+    )
+    copy = tmp_path / "checked.html"
+    copy.write_text(page.read_text().replace("</body>", check))
+    command = [browser, *options, "--host-resolver-rules=MAP * 0.0.0.0", "--dump-dom", copy.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "<title>seen 8 of 8 wide true</title>" in shown.stdout, shown.stderr[-500:]
+
+
+def test_markdown_is_printed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(results), "--markdown"]) == 0
+    said = capsys.readouterr().out
+    assert "| tova, paper | 9.53 |" in said
+    assert main(["report", str(results), "--markdown", "-o", "x.html"]) == 2
+
+
+def test_empty_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.jsonl").touch()
+    assert main(["report", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "r.html")]) == 2
+    assert "nothing to report" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_records_survive_a_file(results: Path) -> None:
+    assert [asdict(one) for one in read_results([results])] == [asdict(one) for one in newest(everything())]
+
+
+def test_two_models_get_a_figure_each(tmp_path: Path, capsys: Any) -> None:
+    both = [*pg19(), *[replace(one, model="Other") for one in pg19()]]
+    write_records(tmp_path / "two.jsonl", both)
+    assert main(["plot", str(tmp_path / "two.jsonl"), "-o", str(tmp_path / "out"), "--figure", "perplexity"]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["perplexity-Other.png", "perplexity-Tiny.png"]
