@@ -1,0 +1,20 @@
+"""vLLM: bounded states in a serving engine, as a plugin. `MSRNN_POLICY=tova:512 vllm serve MODEL` is all it takes.
+
+vLLM schedules, batches, samples and speaks HTTP. Ours is the attention backend, and with it the memory of a request:
+one block of fixed size for its whole life, which holds a state of msrnn for every layer. Nothing is patched. This file
+is read by every process of vLLM, so it stays light: without a policy in the environment it does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+POLICY = "MSRNN_POLICY"
+
+
+def register() -> None:
+    """vLLM's entry point, called in the front end, the engine and every worker, perhaps more than once."""
+    if os.environ.get(POLICY):
+        from .plugin import install
+
+        install()
