@@ -9,11 +9,11 @@ import io
 import os
 import sys
 
-from . import advise, bench, calibrate, chat, eval, generate, info, plot, report, retention, trace
+from . import advise, bench, calibrate, chat, eval, generate, info, plot, report, retention, serve, trace
 from .errors import MAYBE, expected, one_line
 from .options import Parser
 
-COMMANDS = (generate, chat, trace, info, eval, retention, plot, report, advise, calibrate, bench)
+COMMANDS = (generate, chat, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve)
 _ABOUT = """\
 Run any Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
 says, whatever the length of the text. Without --model, the small bundled SmolLM2-135M-Instruct is used.
@@ -26,6 +26,7 @@ examples:
   msrnn trace -f book.txt -o trace.safetensors
   msrnn bench --shape llama-2-7b
   msrnn info meta-llama/Llama-3.1-8B tova:1/8 --memory 24GiB
+  msrnn serve meta-llama/Llama-3.1-8B-Instruct --policy tova:1024
   msrnn advise --text book.txt --within 0.4
   msrnn calibrate --average 256 -o profile.json
 
