@@ -83,7 +83,18 @@ def same(one: State, two: State) -> None:
         torch.testing.assert_close(other, tensor, rtol=0, atol=1e-9 if tensor.dtype == torch.float64 else 1e-5)
 
 
-POLICIES = ("tova:6", "tova+2:9,last=3", "h2o:7", "h2o-layer+1:6,momentum=0.9", "tova-head:5", "tova-query-head:9")
+POLICIES = (
+    "tova:6",
+    "tova+2:9,last=3",
+    "h2o:7",
+    "tova-query-head:9",
+    "h2o-layer+1:6,momentum=0.9",
+    "window:5",
+    "tova-head:5",
+    "tova-query-head:5,momentum=1.0",
+    "window+2:6",
+    "full",
+)
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap, sinks": {"softcap": 2.0, "sinks": torch.tensor([0.5, -1, 3, 0], dtype=torch.float64)},
@@ -92,28 +103,31 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "window:5", "window+2:6", "full"])
-@pytest.mark.parametrize("attention", ATTENTION)
+PAIRS = [(policy, list(ATTENTION)[(i + j) % 4]) for i, policy in enumerate(POLICIES) for j in range(2)]
+
+
+@pytest.mark.parametrize("policy, attention", PAIRS)
 def case_equals_eager(policy: str, attention: str) -> None:
     steps(policy, Attention(0.4, **ATTENTION[attention]), (2 if attention == "plain" else 1, 4, 2))
 
 
-@pytest.mark.parametrize("policy", ["tova:6", "h2o:20"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def case_a_window_of_one_has_a_single_slot() -> None:
+    steps("tova:3", Attention(0.4, window=1), (1, 2, 2))
+
+
+@pytest.mark.parametrize("policy, dtype", [("tova:6", torch.float16), ("h2o:20", torch.float32)])
 def case_narrow(policy: str, dtype: torch.dtype) -> None:
     steps(policy, Attention(0.4), (1, 4, 2), dtype)
 
 
-@pytest.mark.parametrize("policy", ["tova:40", "h2o:18", "window:34"])
-@pytest.mark.parametrize("heads", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("policy, heads", [("tova:40", (3, 1)), ("h2o:18", (2, 2)), ("window:34", (2, 2))])
 def case_shares_of_a_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_step, "_FEW", (32, 4, 8))
     monkeypatch.setattr(gpu_step, "_GROUPED", (32, 4, 8))
     steps(policy, Attention(0.4), (1, *heads))
 
 
-@pytest.mark.parametrize("policy", ["tova:40", "tova-head:17"])
-@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+@pytest.mark.parametrize("policy, heads", [("tova:40", (1, 1)), ("tova-head:17", (4, 2))])
 def case_one_program_per_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_step, "_ENOUGH", 0)
     for kind in ("_GROUPED", "_MANY"):

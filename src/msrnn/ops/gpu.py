@@ -7,7 +7,7 @@ and the shares bound how far a mean is off: in real attention the lowest is near
 row in 20 or fewer has to be summed again (`_mean`). Where scores have a memory, every row is. When a block is decided,
 its rows lose what has left (`_settle`).
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ which needs every head's normaliser, so it is a launch of its own; so are shares
 The newcomer is read from where it comes in, not from its slot, and the last slot stands in for that one: S - 1 columns
 are left, a round number, and nobody reads what is being written. Numbers in empty slots must be finite.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,37 +54,29 @@ def step(
     if positions.shape[2] > _WIDEST or (query.is_cuda and query.dtype == torch.float64):
         return eager_step.step(query, key, value, keys, values, positions, scores, slot, seen, policy, attention)
     _check(keys, values, positions, scores, slot, seen)
-    batch, heads, _ = query.shape
-    units, slots = positions.shape[1:]
-    cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], keys.element_size(), query.device)
+    (batch, heads, _), (units, slots) = query.shape, positions.shape[1:]
     scored = not decides_by_age(policy, attention.window)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    output = torch.empty(batch, heads, values.shape[3], dtype=values.dtype, device=query.device)
-    pitch = triton.cdiv(slots, 16) * 16 if scored else 0  # so that rows of logits can be read by fours
-    logits = torch.empty(batch, heads, pitch, dtype=wide, device=query.device)
-    shares = torch.empty(2, batch, heads, cut["SPLITS"], dtype=wide, device=query.device)  # tops and masses
-    parts = output
-    if cut["SPLITS"] > 1:
-        parts = torch.empty(batch, heads, cut["SPLITS"], values.shape[3], dtype=wide, device=query.device)
+    cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], keys.element_size(), query.device)
+    made = _memory(query, values, cut["SPLITS"], scored)
     new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     how = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": cut["SPLITS"], "UNITS": units}
     _attend[(batch * keys.shape[1], cut["SPLITS"])](
         *(*new, keys, values, positions, slot, seen, seen if attention.sinks is None else attention.sinks),
-        *(logits, shares[0], shares[1], parts),
+        *(made.logits, made.tops, made.masses, made.parts),
         *(stride for tensor in new for stride in tensor.stride()[:2]),
-        *(pitch, slots, cut["per"], attention.window or 0),
+        *(made.logits.shape[2], slots, cut["per"], attention.window or 0),
         SCALE=float(attention.scale),
-        SOFTCAP=0.0 if attention.softcap is None else float(attention.softcap),
+        SOFTCAP=float(attention.softcap or 0),
         SINKS=attention.sinks is not None,
-        ACC=tl.float64 if wide == torch.float64 else tl.float32,
+        ACC=tl.float64 if made.tops.dtype == torch.float64 else tl.float32,
         **how,
         **cut["attend"],
     )
-    combining = batch * heads if cut["SPLITS"] > 1 else 0
-    deciding = batch * units
+    deciding, combining = batch * units, batch * heads if cut["SPLITS"] > 1 else 0
     _finish[(deciding + combining,)](
-        *(logits, shares[0], shares[1], parts, output, positions, positions if scores is None else scores, slot, seen),
-        *(deciding, pitch, slots, _NOBODY.value if policy.capacity is None else policy.capacity),
+        *(made.logits, made.tops, made.masses, made.parts, made.output),
+        *(positions, positions if scores is None else scores, slot, seen),
+        *(deciding, made.logits.shape[2], slots, _NOBODY.value if policy.capacity is None else policy.capacity),
         *(policy.first, policy.last, attention.window or 0),
         MOMENTUM=float(policy.momentum),
         MEMORY=scores is not None,
@@ -95,7 +87,29 @@ def step(
         **how,
         **_tile(heads // units, slots),
     )
-    return output
+    return made.output
+
+
+class _Memory(NamedTuple):
+    """What `_attend` leaves for `_finish`, and the output."""
+
+    output: Tensor  # [B, H, V]
+    logits: Tensor  # [B, H, S and some], so that every row begins where it can be read by fours
+    tops: Tensor  # [B, H, shares], the highest logit of each share
+    masses: Tensor  # [B, H, shares], the sum of its exponentials
+    parts: Tensor  # [B, H, shares, V], or the output itself where there is one share
+
+
+def _memory(query: Tensor, values: Tensor, splits: int, scored: bool) -> _Memory:
+    (batch, heads, _), (slots, width) = query.shape, values.shape[2:]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = torch.empty(batch, heads, width, dtype=values.dtype, device=query.device)
+    logits = torch.empty(batch, heads, triton.cdiv(slots, 16) * 16 if scored else 0, dtype=wide, device=query.device)
+    tops, masses = torch.empty(2, batch, heads, splits, dtype=wide, device=query.device)
+    parts = output
+    if splits > 1:
+        parts = torch.empty(batch, heads, splits, width, dtype=wide, device=query.device)
+    return _Memory(output, logits, tops, masses, parts)
 
 
 def _check(*state: Tensor | None) -> None:
@@ -127,7 +141,7 @@ def _cut(
 
 @cache
 def _tile(members: int, slots: int) -> dict[str, int]:
-    """The tile of [heads, columns] that `_choose` works on: all at once if it can be."""
+    """The tile of [heads, columns] that `_mean` works on."""
     wide = max(16, triton.next_power_of_2(slots - 1))
     most = triton.next_power_of_2(members)
     warps = max(4, min(8 if wide <= 2048 else 16 if wide <= 8192 else 32, most * wide // 1024))
