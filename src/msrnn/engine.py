@@ -130,10 +130,12 @@ class Engine:
         graphs: bool | None = None,
         compiled: bool = False,
         reading: Reading | None = None,
+        wavefront: bool = False,
     ) -> None:
         """`graphs`: None means on a GPU. `compiled` lets torch.compile fuse what lies between the matmuls.
 
-        `reading`: how a full cache is read, see `FullLayer`; None is the fastest that is always right.
+        `reading`: how a full cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a
+        long prompt that is read alone has several chunks under way at once.
         """
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
@@ -150,7 +152,7 @@ class Engine:
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
         self.cache = StaticCache(state.cache, batch, self.length, reading)
         self.rows = _Rows(batch, self.rnn.device)
-        self.front = Wavefront(self.rnn) if self.graphs and not endless else None
+        self.front = Wavefront(self.rnn) if wavefront and not endless else None
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
         """The new tokens of every prompt, in order; `settings` are those of a Request."""
