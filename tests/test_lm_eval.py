@@ -106,6 +106,12 @@ def test_what_it_cannot_take_is_refused(settings, said):
         BoundedLM(tiny_eval.model(), tokenizer=tiny_eval.tokenizer(), **settings)
 
 
+def test_the_harness_knows_it_by_name():
+    from lm_eval.api.registry import get_model
+
+    assert get_model("msrnn") is BoundedLM
+
+
 def test_a_model_without_its_tokenizer_is_refused():
     with pytest.raises(ValueError, match="without its tokenizer"):
         BoundedLM(tiny_eval.model())

@@ -188,9 +188,10 @@ class Bench:
             return write(model, tools.tokenizer, prompts, entry.policy, self.task.writes, **how)
         ids = torch.from_numpy(np.stack([work.ids for work in todo])).long()[:, : self.task.reach(entry.label)]
         if entry.piece:
-            return [Output(nll=row.numpy()) for row in short_nll(model, ids, entry.piece)]
+            return [Output(nll=row.numpy()) for row in short_nll(model, ids, entry.piece, piece=self.task.piece)]
         moved = positions.mode(todo[0].sample.positions, model)
-        return [Output(nll=row.numpy()) for row in token_nll(model, ids, entry.policy, positions=moved)]
+        found = token_nll(model, ids, entry.policy, piece=self.task.piece, positions=moved)
+        return [Output(nll=row.numpy()) for row in found]
 
     def _prompt(self, entry: Entry, work: Work) -> list[int]:
         whole = work.ids.tolist() if entry.piece is None else self.task.prompt(work.sample, entry.piece)

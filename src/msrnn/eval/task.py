@@ -68,8 +68,8 @@ class Metric:
 class Task:
     """`prompt(sample, context)`: the ids, of a prompt made for a shorter context where one is given.
 
-    `writes` new tokens follow each prompt; with 0, the prompt itself is what is predicted. `reach(policy)` is how many
-    tokens of a prompt that policy is to read at most, None for all.
+    `writes` new tokens follow each prompt; with 0, the prompt itself is what is predicted, read `piece` tokens at a
+    time. `reach(policy)` is how many tokens of a prompt that policy is to read at most, None for all.
     """
 
     name: str
@@ -78,5 +78,6 @@ class Task:
     score: Callable[[Sample, Output], list[Row]]
     metrics: tuple[Metric, ...]
     writes: int = 0
+    piece: int = 256
     temperature: float = 0.0
     reach: Callable[[str], int | None] = lambda policy: None

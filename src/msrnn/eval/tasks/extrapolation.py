@@ -29,12 +29,15 @@ class Settings:
     length: int = 70_000
     bin: int = 1_000
     positions: tuple[str, ...] = ("plain",)
+    piece: int = 256  # tokens between two turns of the keys, where positions are not plain; 1 is exact
     full_tokens: int = 0  # 0: as far as memory allows
     books: int = 0  # 0: all that are long enough
 
     def __post_init__(self) -> None:
         if self.bin < 1 or self.length < 2 * self.bin:
             raise ValueError(f"length is {self.length} and bin {self.bin}; length must be at least twice bin, bin 1")
+        if self.piece < 1:
+            raise ValueError(f"piece is {self.piece}; it must be at least 1")
         strange = [name for name in self.positions if name not in GAPS]
         if strange or not self.positions:
             raise ValueError(f"positions has {strange[:1] or 'nothing'}; allowed: {', '.join(GAPS)}")
@@ -54,6 +57,7 @@ def task(settings: Settings, tools: Tools) -> Task:
         lambda sample, _: sample.content,
         score,
         (bins, running),
+        piece=settings.piece,
         reach=lambda policy: far() if policy == "full" else None,
     )
 
