@@ -24,7 +24,7 @@ from .plugin import Refused
 from .spec import BoundedSpec, bounded
 
 
-class BoundedBackend(AttentionBackend):
+class BoundedBackend(AttentionBackend):  # type: ignore[misc]
     """Attention over bounded states. A layer's own policy is known once the model is loaded: see `of`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,7 +74,7 @@ class BoundedBackend(AttentionBackend):
 
 
 @dataclass
-class Metadata(AttentionMetadata):
+class Metadata(AttentionMetadata):  # type: ignore[misc]
     """A batch: requests with one new token come first, then those with more.
 
     blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin).
@@ -89,7 +89,7 @@ class Metadata(AttentionMetadata):
     seen_list: list[int]
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):
+class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
     """Everything that a layer needs to know of a batch, worked out once for all layers."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -58,7 +58,7 @@ class Layout:
         views, start = {}, 0
         for name, (shape, dtype) in self.parts.items():
             end = start + prod(shape) * dtype.itemsize
-            views[name] = raw[:, start:end].view(dtype).unflatten(1, shape or (1,))
+            views[name] = raw[:, start:end].view(dtype).view(len(raw), *(shape or (1,)))
             start += _aligned(shape, dtype)
         return Blocks(views["keys"], views["values"], views["positions"], views["seen"][:, 0], views.get("scores"))
 

@@ -19,7 +19,7 @@ from .shard import attention_of
 from .step import step
 
 
-class BoundedImpl(AttentionImpl[Metadata]):
+class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
     def __init__(
         self,
         num_heads: int,
@@ -101,9 +101,9 @@ class BoundedImpl(AttentionImpl[Metadata]):
         rows = slice(0, batch.steps)
         index, seen = batch.blocks[rows], batch.seen[rows]
         blocks.clear_new(index, seen)
-        news = (tensor[rows, :, None] for tensor in (query, key, value))
+        query, key, value = (tensor[rows, :, None] for tensor in (query, key, value))
         longest = batch.longest if batch.seen_list else None
-        output[rows] = step(blocks, index, seen, longest, *news, self.policy, self.attention)[:, :, 0]
+        output[rows] = step(blocks, index, seen, longest, query, key, value, self.policy, self.attention)[:, :, 0]
 
     def _read(
         self, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, batch: Metadata, row: int, output: Tensor
@@ -113,6 +113,6 @@ class BoundedImpl(AttentionImpl[Metadata]):
         if seen == 0:
             blocks.clear(block)
         part = slice(batch.starts[row], batch.starts[row + 1])
-        news = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
-        read = recurrence.run(blocks.state(block, seen), *news, self.policy, self.attention)
+        query, key, value = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
+        read = recurrence.run(blocks.state(block, seen), query, key, value, self.policy, self.attention)
         output[part] = read[0].transpose(0, 1)

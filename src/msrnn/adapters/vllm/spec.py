@@ -15,7 +15,7 @@ _TOKENS = 2**24  # "tokens per block": more than any text has, so that every tok
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSpec(CircularBufferSpec):
+class BoundedSpec(CircularBufferSpec):  # type: ignore[misc]
     """A block is one opaque run of bytes, so layers of unequal capacity still have blocks of one kind."""
 
     policy: Policy
