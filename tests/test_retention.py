@@ -218,8 +218,8 @@ def test_the_command_measures_and_plot_and_report_show_it(
     assert "| tova-head:16 |" in said
     assert len(list((tmp_path / "traces").iterdir())) == 2
     one = str(next((tmp_path / "traces").iterdir()))
-    assert main(["plot", one, "-o", str(tmp_path / "figures")]) == 0
-    assert len(list((tmp_path / "figures").iterdir())) == 3
+    assert main(["plot", one, "-o", str(tmp_path / "figures"), "--figure", "layers"]) == 0
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == [f"{Path(one).stem}-layers.png"]
     assert main(["report", str(out), one, "-o", str(tmp_path / "page.html")]) == 0
     assert "how much of what two layers hold" in (tmp_path / "page.html").read_text().lower()
 

@@ -13,7 +13,7 @@ def from_benchmark(line: Mapping[str, Any]) -> Iterator[Record]:
     """Speeds, and the bytes of a state where the row has them; other rows give nothing."""
     if line.get("what") in ("prefill", "decode") and "run" in line and "length" in line:
         yield _cpu(line)
-    elif "part" in line and "tokens_per_s" in line:
+    elif line.get("tokens_per_s") and (line.get("part") or line.get("kind")):
         yield from _bench(line)
 
 
@@ -35,14 +35,16 @@ def _cpu(line: Mapping[str, Any]) -> Record:
 
 
 def _bench(line: Mapping[str, Any]) -> Iterator[Record]:
-    """In the part `table` every policy has its largest batch; elsewhere the batch is part of what is measured."""
-    place = {name: line[name] for name in ("context", "length") if name in line}
-    cell = place if line["part"] == "table" else place | {"batch": line["batch"]}
-    facts = {"model": line["shape"], "settings": {name: line[name] for name in ("batch", "chunk") if name in line}}
-    yield _record(line, line["policy"], f"{line['part']} tokens/s", line["tokens_per_s"], cell, facts)
-    if line["part"] == "table" and "state_bytes" in line:
-        each = line["state_bytes"] / line["batch"]
-        yield _record(line, line["policy"], "state bytes", each, place, facts)
+    """Where every policy has its largest batch, that is a setting; elsewhere the batch is part of what is measured."""
+    kind = line.get("part") or line["kind"]
+    place = {name: line[name] for name in ("context", "length") if line.get(name)}
+    largest = kind in ("table", "largest")
+    cell = place if largest or not line.get("batch") else place | {"batch": line["batch"]}
+    told = {name: line[name] for name in ("batch", "chunk", "compiled", "lanes", "gate", "note") if line.get(name)}
+    facts = {"model": line["shape"], "settings": told, "peak_bytes": line.get("peak_bytes") or 0}
+    yield _record(line, line["policy"], f"{kind} tokens/s", line["tokens_per_s"], cell, facts)
+    if largest and line.get("state_bytes"):
+        yield _record(line, line["policy"], "state bytes", line["state_bytes"] / line["batch"], place, facts)
 
 
 def _record(

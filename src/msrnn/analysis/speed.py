@@ -37,12 +37,15 @@ def throughput_and_memory(records: Sequence[Record], path: str | Path) -> Path:
     """Tokens per second and memory, from whatever was timed."""
     panels = [(speeds(records), "tokens per second", "speed"), (memory(records), "MiB", memory_title(records))]
     shown = [panel for panel in panels if panel[0]]
-    flat = all(len(_sizes(marks)) < 2 for marks, _, _ in shown)
-    tall = max(len(marks) for marks, _, _ in shown) if flat else 0
+    flat = all(len(line) < 3 for marks, _, _ in shown for line in _by_line(marks).values())
+    tall = max(len(_comparable(marks)) for marks, _, _ in shown) if flat else 0
     figure = new_figure(1 + (8 if flat else 5.4) * len(shown), 1.3 + 0.28 * tall if flat else 4.4)
     axes_of = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, (marks, label, title) in zip(axes_of, shown, strict=True):
-        (_bars if flat else _lines)(axes, marks, label)
+        if flat:
+            _bars(axes, marks, label, tall)
+        else:
+            _lines(axes, marks, label)
         axes.set_title(title, fontsize=10)
         plain(axes)
     head(figure, [mark.record for marks, _, _ in shown for mark in marks], "Speed and memory")
@@ -54,7 +57,7 @@ def throughput_and_memory(records: Sequence[Record], path: str | Path) -> Path:
 
 def speeds(records: Iterable[Record]) -> list[Mark]:
     """As recorded, or, where nothing was timed for its own sake, of reading, from the seconds of a run."""
-    found = list(records)
+    found = [one for one in records if not str(one.settings.get("gate", "")).startswith("FAILED")]
     timed = [Mark(one, one.value, _kind(one), one.low, one.high) for one in found if one.metric.endswith("tokens/s")]
     if timed:
         return timed
@@ -134,20 +137,44 @@ def _name(axes: Axes, marks: Sequence[Mark]) -> None:
     name_lines(axes, ends, _look_of(lines), side="left")
 
 
-def _bars(axes: Axes, marks: Sequence[Mark], label: str) -> None:
-    """One bar for each policy and kind of work, those of a kind together."""
+def _comparable(marks: Sequence[Mark]) -> list[Mark]:
+    """The kinds of work that full has done, too, if there is any; all else is in the table."""
+    kinds = {mark.kind for mark in marks if mark.record.policy == "full"}
+    return [mark for mark in marks if mark.kind in kinds] or list(marks)
+
+
+def _bar_name(mark: Mark) -> str:
+    lanes = ", wavefront" if "lanes" in mark.record.settings else ""
+    return f"{mark.record.policy}: {mark.kind}{lanes}" if mark.kind else mark.record.policy
+
+
+def _bars(axes: Axes, marks: Sequence[Mark], label: str, tall: int) -> None:
+    """One bar for each policy and kind of work, as a multiple of full's where there is one, with its number."""
+    marks = _comparable(marks)
     ordered = sorted(marks, key=lambda mark: (mark.kind, mark.record.policy != "full", mark.record.policy))
     look = looks(list(dict.fromkeys(family(mark.record.policy) for mark in ordered)))
-    hatches = dict(zip(look, ("", "///", "...", "xxx", "\\\\\\", "++", "oo"), strict=False))
-    most = max(mark.high or mark.value for mark in ordered)
+    full = {mark.kind: mark.value for mark in ordered if mark.record.policy == "full"}
+    relative = all(mark.kind in full for mark in ordered)
+    most = 0.0
     for place, mark in enumerate(reversed(ordered)):
-        name = family(mark.record.policy)
-        axes.barh(place, mark.value, color=look[name].colour if name != "full" else "#555555", height=0.7,
-                  hatch=hatches.get(name, ""), edgecolor="white", linewidth=0)  # fmt: skip
-        if mark.low is not None and mark.high is not None:
-            axes.hlines(place, mark.low, mark.high, color="black", linewidth=1)
-        axes.text((mark.high or mark.value) + 0.01 * most, place, f"{mark.value:,.4g}", va="center", fontsize=8)
-    names = [f"{mark.record.policy}: {mark.kind}" if mark.kind else mark.record.policy for mark in reversed(ordered)]
-    axes.set_yticks(range(len(ordered)), names)
+        unit = full[mark.kind] if relative else 1.0
+        ends = [edge / unit for edge in (mark.low, mark.high) if edge is not None]
+        axes.barh(place, mark.value / unit, color=look[family(mark.record.policy)].colour, height=0.7, alpha=0.85)
+        axes.hlines(place, *(ends if len(ends) == 2 else (0, 0)), color="#777777", linewidth=1.2)
+        far = max([mark.value / unit, *ends])
+        axes.annotate(
+            f"{mark.value:,.0f}" if mark.value >= 100 else f"{mark.value:.3g}",
+            (far, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        most = max(most, far)
+    if relative:
+        axes.axvline(1, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(ordered)), [_bar_name(mark) for mark in reversed(ordered)])
+    axes.set_ylim(len(ordered) - tall - 0.6, len(ordered) - 0.4)  # bars as wide as in the panel beside
     axes.set_xlim(0, most * 1.12)
-    axes.set_xlabel(f"{label} (thin: from the slowest run to the fastest)" if ordered[0].low else label, fontsize=9)
+    thin = "; thin: slowest to fastest run" if ordered[0].low is not None else ""
+    axes.set_xlabel(f"times full ({label} beside each bar{thin})" if relative else f"{label}{thin}", fontsize=9)

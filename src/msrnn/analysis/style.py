@@ -174,6 +174,8 @@ def conditions(found: Sequence[Record]) -> str:
         many = f"{_span(counts)} samples of {_span(groups)}" if found[0].task != "retention" else groups[-1]
         parts.append(f"{many} texts")
     parts.append(", ".join(sorted({one.machine for one in found})))
+    gates = sorted({str(one.settings["gate"]) for one in found if "gate" in one.settings})
+    parts += [f"check of the kernels: {gate}" for gate in gates]
     return " · ".join(parts)
 
 

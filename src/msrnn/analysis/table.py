@@ -268,22 +268,19 @@ def story_table(records: Sequence[Record]) -> Table | None:
 
 
 def speed_table(records: Sequence[Record]) -> Table | None:
+    """Everything that was timed, with what the check of the kernels said before it."""
     mine = [one for one in records if one.metric.endswith("tokens/s")]
     rows = []
     for one in mine:
-        where = ", ".join(f"{name} {value}" for name, value in one.cell.items())
-        rows.append(
-            [
-                Cell(one.policy),
-                Cell(one.metric.removesuffix(" tokens/s")),
-                Cell(where),
-                _value(one, None),
-                Cell(one.machine),
-            ]
-        )
+        told = {name: value for name, value in one.settings.items() if name in ("batch", "chunk", "lanes", "compiled")}
+        where = ", ".join(f"{name} {value}" for name, value in (one.cell | told).items())
+        facts = [one.policy, one.metric.removesuffix(" tokens/s"), where]
+        gate = str(one.settings.get("gate", "")).split(":")[0]
+        rows.append([*map(Cell, facts), _value(one, None), Cell(gate), Cell(one.machine)])
     said = ", ".join(f"{size}: {gain:g}" for size, gain in zip(paper.SPEED_SIZES, paper.THROUGHPUT, strict=True))
     notes = [f"The paper, one V100, relative to 4,096 at the largest batch of each size: {said}."]
-    return Table("Speed", ["policy", "what", "where", "tokens/s", "machine"], rows, notes, mine)
+    notes += sorted({f"Note on a row: {one.settings['note']}." for one in mine if "note" in one.settings})
+    return Table("Speed", ["policy", "what", "where", "tokens/s", "kernels checked", "machine"], rows, notes, mine)
 
 
 def other_tables(records: Sequence[Record]) -> Iterator[Table]:
