@@ -68,6 +68,20 @@ def test_requests_in_blocks_answer_as_each_alone(policy, gathered):
     assert ((blocks.positions[homes] >= 0).sum(-1) <= made.capacity).all()
 
 
+@pytest.mark.parametrize("policy", ["tova:7", "h2o:8", "window+2:7"])
+def test_a_request_of_single_tokens_begins_clean(policy):
+    """A prompt of one token is a step, in a block that still holds what an earlier request left."""
+    of = layout(policy)
+    blocks, text = of.carve(memory(of)), texts(1)[0]
+    index, outputs = torch.tensor([2]), []
+    for turn in range(12):
+        seen = torch.tensor([turn])
+        blocks.clear_new(index, seen)
+        news = [tensor[:, :, turn : turn + 1] for tensor in text]
+        outputs.append(step(blocks, index, seen, turn, *news, parse(policy), Attention(SIZE**-0.5)))
+    torch.testing.assert_close(torch.cat(outputs, 2), alone(policy, text)[:, :, :12], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("policy", ["tova:7", "h2o:8"])
 def test_a_step_touches_no_other_block(policy):
     of = layout(policy)

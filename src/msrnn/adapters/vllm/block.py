@@ -76,7 +76,6 @@ class Blocks:
     def clear(self, block: int | Tensor) -> None:
         """A new request begins here; what an earlier one left is forgotten."""
         self.positions[block] = -1
-        self.seen[block] = 0
         if self.scores is not None:
             self.scores[block] = 0
 
@@ -90,6 +89,7 @@ class Blocks:
     def state(self, block: int, seen: int) -> State:
         """One request's state, in place: what the recurrence writes is in the block."""
         one = slice(block, block + 1)
+        self.seen[one] = seen
         scores = None if self.scores is None else self.scores[one]
         limit = self.positions.shape[2]
         return State(self.keys[one], self.values[one], self.positions[one], scores, self.seen[one], limit, fed=seen)
