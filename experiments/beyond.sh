@@ -7,7 +7,7 @@ set -euo pipefail
 data=$1 work=$2 model=${3:-}
 python=${PYTHON:-python} chunks=${CHUNKS:-4} dtype=${DTYPE:-bfloat16} batch=${BATCH:-32} rounds=${ROUNDS:-1}
 here=$(dirname "$0")
-export PYTHONPATH="$here/../src" PYTHONUNBUFFERED=1
+export PYTHONPATH="$here/../src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
 mkdir -p "$work"
 common="--data $data --dtype $dtype --batch $batch --chunks $chunks ${model:+--model $model}"
 half=$($python "$here/books.py" "$data")

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .wheels import Unavailable, cache, download
 
@@ -72,6 +79,21 @@ def load(
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model.eval(), tokenizer
+
+
+def config(
+    name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedConfig:
+    """A model's configuration, without its weights."""
+    given = bundled() if name is None else name
+    where, gguf = _locate(given)
+    origin = {"revision": revision} if revision else {}
+    file = {"gguf_file": gguf} if gguf else {}
+    try:
+        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **origin, **file)
+    except UNREADABLE as error:
+        reason = f"cannot read the configuration of {str(given)!r}: {_first_line(error)}"
+        raise ModelError(f"{reason}; give {WAYS}") from error
 
 
 def bundled(progress: bool = True) -> Path:

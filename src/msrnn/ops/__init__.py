@@ -1,4 +1,4 @@
-"""The hot operations, chosen once by device: plain PyTorch, or compiled for the CPU."""
+"""The hot operations, chosen once by device: plain PyTorch, compiled for the CPU, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def compiled(device: str) -> bool:
     wanted = os.environ.get("MSRNN_OPS", "auto")
     if wanted not in ("auto", "eager", "compiled"):
         raise ValueError(f"MSRNN_OPS is {wanted!r}; allowed: auto, eager, compiled")
-    able = device == "cpu" and importlib.util.find_spec("numba") is not None
+    package = {"cpu": "numba", "cuda": "triton"}.get(device)
+    able = package is not None and importlib.util.find_spec(package) is not None
     if wanted == "compiled" and not able:
-        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here (is numba installed?)")
+        advice = f"install {package}" if package else "it has plain PyTorch only"
+        raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here: {advice}")
     return able and wanted != "eager"
 
 
 def _rows(device: str) -> ModuleType:
-    if not compiled(device):
+    if device != "cpu" or not compiled(device):
         return eager
     from . import cpu_rows
 
@@ -53,6 +55,10 @@ def scan(
     device = logits.device.type
     if not compiled(device):
         return eager.scan(logits, births, steps, scores, policy, window, sinks)
+    if device == "cuda":
+        from . import gpu
+
+        return gpu.scan(logits, births, steps, scores, policy, window, sinks)
     from . import cpu
 
     return cpu.scan(logits, births, steps, scores, policy, window, sinks, exponentials)
