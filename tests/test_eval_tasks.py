@@ -109,6 +109,7 @@ def test_facts_are_told_first_and_asked_for_last(tools, template):
     long = tools.tokenizer.decode(task.prompt(samples[1], None))
     talk = samples[1].content
     assert long.index(talk.told) < min(long.index(page) for page in talk.pages) < long.index(talk.question)
+    assert long.endswith(talk.begun)
     assert talk.answer in talk.told
     assert turns.score(samples[1], Output(text=f"It is {talk.answer.lower()}!"))[0].columns["recall"] == 1
     assert turns.score(samples[1], Output(text=f"{talk.answer}x"))[0].columns["recall"] == 0

@@ -1,7 +1,8 @@
 """Several turns: facts told in the first message, then talk about other things, then one of the facts is asked for.
 
 The talk is made of pages of books, so that only the state, not the model's own answers, decides what is still known.
-Recall by the number of turns between telling and asking; intervals resample conversations.
+The answer is begun for the model, so that only the fact is left to say. Recall by the number of turns between telling
+and asking; intervals resample conversations.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from .. import data, metrics
 from ..task import Output, Row, Sample, Task
 from ..tools import Tools
 
-FACTS = {
-    "my dog is called {}": ("What is my dog called?", ("Rex", "Bella", "Pongo", "Luna", "Felix")),
-    "my sister lives in {}": ("Where does my sister live?", ("Lisbon", "Oslo", "Cairo", "Lima", "Dublin")),
-    "my favourite colour is {}": ("What is my favourite colour?", ("green", "purple", "orange", "silver", "brown")),
-    "I work as a {}": ("What is my job?", ("baker", "pilot", "nurse", "farmer", "lawyer")),
-    "my birthday is in {}": ("In which month is my birthday?", ("March", "June", "August", "October", "December")),
-}
+
+@dataclass(frozen=True)
+class Fact:
+    told: str
+    question: str
+    begun: str
+    values: tuple[str, ...]
+
+
+FACTS = (
+    Fact("my dog is called {}", "What is my dog called?", "Your dog is called", ("Rex", "Bella", "Pongo", "Felix")),
+    Fact("my sister lives in {}", "Where does my sister live?", "Your sister lives in", ("Lisbon", "Oslo", "Cairo")),
+    Fact("my car is {}", "Which colour has my car?", "Your car is", ("green", "purple", "orange", "silver")),
+    Fact("I work as a {}", "What is my job?", "You work as a", ("baker", "pilot", "nurse", "farmer")),
+    Fact("I was born in {}", "In which month was I born?", "You were born in", ("March", "June", "August", "October")),
+)
 HEARD, TALK = "Thank you, I will remember that.", "Thank you for sharing this passage with me."
 
 
@@ -45,6 +55,7 @@ class Settings:
 class Talk:
     told: str
     question: str
+    begun: str
     answer: str
     pages: tuple[str, ...]
 
@@ -64,12 +75,13 @@ def _samples(settings: Settings, tools: Tools) -> Iterator[Sample]:
     books = [book.text for book in data.books(tools.data)] if max(settings.turns) else [""]
     for number in range(settings.conversations):
         source = random.Random(f"{tools.seed}/{number}")
-        chosen = {fact: source.choice(values) for fact, (_, values) in FACTS.items()}
-        told = "Remember this about me: " + "; ".join(fact.format(chosen[fact]) for fact in FACTS) + "."
-        asked = source.choice(list(FACTS))
+        chosen = [source.choice(fact.values) for fact in FACTS]
+        facts = [fact.told.format(value) for fact, value in zip(FACTS, chosen, strict=True)]
+        told = f"Remember this about me: {'; '.join(facts)}."
+        asked, answer = source.choice(list(zip(FACTS, chosen, strict=True)))
         pages = _pages(tools, books[number % len(books)], max(settings.turns), settings.tokens_per_turn)
         for count in settings.turns:
-            talk = Talk(told, FACTS[asked][0], chosen[asked], tuple(pages[:count]))
+            talk = Talk(told, asked.question, asked.begun, answer, tuple(pages[:count]))
             yield Sample(f"{count}:{number}", str(number), talk)
 
 
@@ -85,18 +97,18 @@ def compose(tools: Tools, talk: Talk, context: int | None) -> list[int]:
     said = [("user", talk.told), ("assistant", HEARD)]
     for page in talk.pages:
         said += [("user", f"Here is something I read:\n{page}"), ("assistant", TALK)]
-    ids = render(tools, [*said, ("user", talk.question)])
+    ids = render(tools, [*said, ("user", talk.question)], talk.begun)
     return ids[-context:] if context else ids
 
 
-def render(tools: Tools, said: list[tuple[str, str]]) -> list[int]:
-    """In the model's chat template, or as a plain dialogue where it has none."""
+def render(tools: Tools, said: list[tuple[str, str]], begun: str) -> list[int]:
+    """In the model's chat template, or as a plain dialogue where it has none; `begun` begins the answer."""
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said]
     if getattr(tools.tokenizer, "chat_template", None):
         text: str = tools.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tools.encode(text)
+        return tools.encode(text + begun)
     lines = [f"{role.capitalize()}: {text}" for role, text in said]
-    return tools.begin("\n\n".join([*lines, "Assistant:"]))
+    return tools.begin("\n\n".join([*lines, f"Assistant: {begun}"]))
 
 
 def score(sample: Sample, output: Output) -> list[Row]:
