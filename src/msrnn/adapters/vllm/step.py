@@ -8,6 +8,7 @@ from torch import Tensor
 from ...attention import Attention
 from ...policy import Policy
 from ...recurrence import run
+from ...scratch import scratch
 from ...state import State
 from .block import Blocks
 
@@ -44,11 +45,17 @@ def _gather(blocks: Blocks, index: Tensor, seen: Tensor, longest: int | None) ->
     limit = blocks.positions.shape[2]
     fed = limit if longest is None else longest
     used = min(fed + 1, limit)
-    keys, values, positions = (
-        pages[:, :, :used].index_select(0, index) for pages in (blocks.keys, blocks.values, blocks.positions)
-    )
+    keys = _rows("keys of a batch", blocks.keys[:, :, :used], index)
+    values = _rows("values of a batch", blocks.values[:, :, :used], index)
+    positions = blocks.positions[:, :, :used].index_select(0, index)
     scores = None if blocks.scores is None else blocks.scores[:, :, :used].index_select(0, index)
     return State(keys, values, positions, scores, seen.clone(), limit, fed=fed)
+
+
+def _rows(name: str, pages: Tensor, index: Tensor) -> Tensor:
+    """pages [M, E, S, D], index [B] -> [B, E, S, D] in working memory."""
+    out = scratch(name, (len(index), *pages.shape[1:]), pages.dtype, pages.device)
+    return torch.index_select(pages, 0, index, out=out)
 
 
 def _write(blocks: Blocks, index: Tensor, state: State, vacant: Tensor, key: Tensor, value: Tensor) -> None:
