@@ -1,0 +1,69 @@
+"""An engine of vLLM in this process, with the plugin on or off."""
+
+import gc
+import os
+import sys
+from contextlib import contextmanager
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: no others to wait for
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+NEW = 16
+MEMORY = 256 << 20
+
+
+@contextmanager
+def _llvmlite_out_of_sight():
+    """vLLM looks into every loaded module when an engine starts, and fails on llvmlite's, which numba has loaded."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite")}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+@contextmanager
+def engine(model: str, policy: str | None, **options):
+    """vLLM with the plugin on (or stock, for None), as `vllm serve` would set it up."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from msrnn.adapters.vllm import POLICY, register
+
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": MEMORY,
+        "disable_log_stats": False,
+    }
+    os.environ.pop(POLICY, None)
+    if policy is not None:
+        os.environ[POLICY] = policy
+    register()
+    llm = None
+    try:
+        with _llvmlite_out_of_sight():
+            llm = LLM(model, **(settings | options))
+        yield llm
+    finally:
+        os.environ.pop(POLICY, None)
+        for backend in AttentionBackendEnum:
+            backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def greedy(llm, prompts: list[list[int]], tokens: int = NEW) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]

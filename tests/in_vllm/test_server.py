@@ -1,0 +1,131 @@
+"""`msrnn serve` as a user meets it: over HTTP, with the openai client, until it is told to stop."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from inside import NEW
+
+CAPACITY = 64
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "msrnn", "serve", model, "--policy", f"tova:{CAPACITY}", "--dtype", "float32"]
+    options = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_ENABLE_V1")}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *options, "--port", str(port), "--served-model-name", "smol"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
+        )
+    try:
+        _wait(process, port, log)
+        yield process, f"http://127.0.0.1:{port}", log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _wait(process, port: int, log, patience: int = 240) -> None:
+    for _ in range(patience):
+        if process.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(1)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0)
+
+
+def metric(url: str, name: str) -> float:
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, f"{name} is not among the metrics"
+    return float(found[1])
+
+
+def test_it_says_what_fits_before_it_starts(server):
+    said = server[2].read_text()
+    assert "tova:64: a request takes 2.9 MiB, whatever its length" in said
+    assert re.search(r"64.0 MiB of KV memory holds 2\d requests at once; a full cache 1 of that length", said)
+
+
+def test_completions_equal_each_text_alone_and_metrics_show_the_bound(server, client, prompts, alone):
+    """Streamed, one after the other; then /metrics tells of more tokens read than were ever held."""
+    expected = alone(f"tova:{CAPACITY}")
+    tokenizer = _tokenizer(server)
+    for ids, tokens in zip(prompts, expected, strict=True):
+        stream = client.completions.create(
+            model="smol", prompt=ids, max_tokens=NEW, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        text = "".join(part.choices[0].text for part in stream if part.choices)
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+    url = server[1]
+    assert metric(url, "msrnn_capacity") == CAPACITY
+    assert metric(url, "msrnn_request_tokens_seen_max") > max(map(len, prompts))
+    assert metric(url, "msrnn_request_tokens_held_max") == CAPACITY
+    read = sum(len(ids) + NEW - 1 for ids in prompts)
+    assert metric(url, "msrnn_tokens_seen_total") == read
+    assert metric(url, "msrnn_evictions_total") == sum(max(0, len(ids) + NEW - 2 - CAPACITY) for ids in prompts)
+    assert metric(url, "msrnn_state_bytes") == metric(url, "msrnn_request_state_bytes")
+    assert metric(url, "vllm:num_preemptions_total") == 0
+
+
+def _tokenizer(server):
+    from transformers import AutoTokenizer
+
+    from msrnn.models import bundled
+
+    return AutoTokenizer.from_pretrained(bundled())
+
+
+def test_chat_with_seeds_stops_and_logprobs_is_vllms(client):
+    asked = {"model": "smol", "messages": [{"role": "user", "content": "Count from 1 to 9."}], "max_tokens": 8}
+    one, two = (client.chat.completions.create(**asked, temperature=1.0, seed=7, logprobs=True) for _ in range(2))
+    assert one.choices[0].message.content == two.choices[0].message.content
+    assert len(one.choices[0].logprobs.content) == one.usage.completion_tokens
+    stopped = client.completions.create(model="smol", prompt="1, 2, 3, 4,", max_tokens=8, temperature=0, stop=[" 6"])
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_bad_requests_are_answered_and_the_server_lives_on(server, client, prompts):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        client.completions.create(model="smol", prompt=prompts[-1] * 4, max_tokens=4)
+    request = urllib.request.Request(f"{server[1]}/v1/completions", b"{not json", {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert 400 <= refused.value.code < 500
+    left = client.completions.create(model="smol", prompt=prompts[-1], max_tokens=600, temperature=0, stream=True)
+    next(iter(left))
+    left.close()  # the client goes in the middle of an answer
+    answer = client.completions.create(model="smol", prompt="Hello", max_tokens=2, temperature=0)
+    assert answer.usage.completion_tokens == 2
+    for _ in range(50):
+        if metric(server[1], "vllm:num_requests_running") == 0:
+            break
+        time.sleep(0.2)
+    assert metric(server[1], "vllm:num_requests_running") == 0, "the state of a client that left is still held"
