@@ -44,6 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tova:512,last=1", "tova, last=1"),
         ("tova:256 by layer", "tova by layer"),
         ("tova:avg=256", "tova"),
+        ("tova:256,last=1/2,profile=some/where.json", "tova, last=1/2 by layer"),
         ("h2o-layer:64", "h2o-layer"),
     ],
 )

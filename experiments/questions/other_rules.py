@@ -1,11 +1,13 @@
 """Question: are there rules as good as attention at the same size: position, chance, frequency, or one that is learned?
 
-Method: each rule gives every token a priority when it comes; the lowest leaves, in all layers alike. Frequency keeps
-words that are rare so far; the learned rule keeps a token as long as TOVA kept its kind on the text's other half.
+Method: each rule gives every token a priority when it comes; the lowest leaves, in all layers alike. The first tokens
+stay under every rule, as a model without them is lost, and so do the newest. Frequency keeps words that are rare so
+far; the learned rule keeps a token as long as TOVA kept its kind on the text's other half.
 
     python experiments/questions/other_rules.py --text book.txt --capacity 256
 """
 
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from msrnn.analysis.measure import read
 from msrnn.analysis.retention import steps_kept
 from msrnn.perplexity import perplexity
 from msrnn.trace import Trace
+
+FIRST = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         answer.perplexity(policy, found.nll, count)
     lesson = read(model, taught, f"tova:{size}")
     for name, rule in rules(lesson).items():
-        nll = imposed_nll(model, ids, deaths_by(rule(ids), size, last))
-        answer.perplexity(f"{name}:{size},last={last}", nll, count)
+        worth = [math.inf] * FIRST + rule(ids)[FIRST:]
+        nll = imposed_nll(model, ids, deaths_by(worth, size, last))
+        answer.perplexity(f"{name}+{FIRST}:{size},last={last}", nll, count)
     answer.show(options.output)
 
 

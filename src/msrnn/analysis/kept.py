@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..eval.record import Record
 from . import paper
-from .records import chosen
+from .records import chosen, family
 from .style import SIZE_LOOKS, Look, head, name_lines, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FEWEST = 20  # tokens of a class, below which its mean says little
 _CLASSES = 26
+_POLICIES = 6  # in one picture
 MEANING = {
     "''": "closing quote", "``": "opening quote", "POS": "possessive 's", "NNP": "name", "NNPS": "names",
     "NN": "noun", "NNS": "nouns", "DT": "the, a", "TO": "to", "IN": "preposition", "CC": "and, or", "PRP": "pronoun",
@@ -30,9 +31,8 @@ MEANING = {
 
 def retention_curves(records: Sequence[Record], path: str | Path) -> Path:
     """Recent share by layer, survival by age, and how agreement falls with the distance between layers."""
-    mine = chosen(records, "retention")
-    policies = list(dict.fromkeys(one.policy for one in mine))
-    look = _policy_looks(policies)
+    mine, left_out = _few(chosen(records, "retention"))
+    look = _policy_looks(list(dict.fromkeys(one.policy for one in mine)))
     figure = new_figure(13, 4.6)
     panels = figure.subplots(1, 3)
     ends = [
@@ -51,14 +51,24 @@ def retention_curves(records: Sequence[Record], path: str | Path) -> Path:
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
         plain(axes)
-    head(figure, mine, "Which tokens stay")
-    _widen(panels[0], 1.45)
-    _widen(panels[2], 1.45)
-    panels[1].set_xlim(right=panels[1].get_xlim()[1] ** 1.3)
+    head(figure, mine, f"Which tokens stay{left_out}")
+    _widen(panels[0], 1.6)
+    _widen(panels[2], 1.6)
+    panels[1].set_xlim(right=panels[1].get_xlim()[1] ** 1.5)
     for axes, found in zip(panels, ends, strict=True):
         if found:
             name_lines(axes, found, look, side="right")
     return save_figure(figure, path)
+
+
+def _few(found: Sequence[Record]) -> tuple[list[Record], str]:
+    """Records of as many policies as can be told apart, TOVA's first, and what to say of the others."""
+    sizes = {one.policy: one.capacity or 0 for one in found}
+    ranked = sorted(sizes, key=lambda name: (family(name) != "tova", family(name), sizes[name]))
+    shown = ranked[:_POLICIES]
+    said = f" ({len(shown)} of {len(ranked)} policies; all are in the table)" if len(ranked) > _POLICIES else ""
+    mine = [one for one in found if one.policy in shown]
+    return sorted(mine, key=lambda one: shown.index(one.policy)), said
 
 
 def _widen(axes: Axes, factor: float) -> None:
@@ -92,7 +102,8 @@ def _by(
 
 def words_kept(records: Sequence[Record], path: str | Path) -> Path:
     """Mean steps kept by word class, most kept first, one mark per policy; the paper's where it gives them."""
-    mine = [one for one in chosen(records, "retention", "steps kept") if "class" in one.cell]
+    found = [one for one in chosen(records, "retention", "steps kept") if "class" in one.cell]
+    mine, left_out = _few(found)
     policies = list(dict.fromkeys(one.policy for one in mine))
     look = _policy_looks(policies)
     classes = ranked_classes(mine)[:_CLASSES]
@@ -112,7 +123,7 @@ def words_kept(records: Sequence[Record], path: str | Path) -> Path:
     _plain_ticks(axes)
     plain(axes)
     _legend(figure, look, mine)
-    head(figure, chosen(records, "retention", "steps kept"), "How long each word class is kept")
+    head(figure, chosen(records, "retention", "steps kept"), f"How long each word class is kept{left_out}")
     return save_figure(figure, path)
 
 

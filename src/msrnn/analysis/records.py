@@ -71,7 +71,8 @@ def chosen(records: Iterable[Record], task: str | Sequence[str], metric: str | N
 
 def family(policy: str) -> str:
     """A policy's name without its size: `tova` for tova:512, `window+4` for window+4:512."""
-    name = re.sub(r":(avg=)?\d+(\.\d+)?(?=,|\s|$)", "", policy)
+    name = re.sub(r",profile=[^,]*", " by layer", policy)
+    name = re.sub(r":(avg=)?\d+(\.\d+)?(?=,|\s|$)", "", name)
     return name.replace(",", ", ")
 
 

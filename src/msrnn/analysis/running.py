@@ -77,7 +77,7 @@ def _position_lines(axes: Axes, lines: dict[str, list[Record]], look: dict[str, 
         axes.set_ylim(min(values) * 0.95, max(values) * 1.05)
         plain_log(axes)
     far = max((_position(one) for found in lines.values() for one in found), default=1)
-    axes.set_xlim(0, far * 1.32)  # names stand to the right of the lines
+    axes.set_xlim(0, far * 1.5)  # names stand to the right of the lines
     step = next(size for size in (100, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 10**9) if far / size <= 8)
     ticks = np.arange(0, far + 1, step)
     axes.set_xticks(ticks, [f"{tick / 1000:g}K" if far > 3000 else f"{tick:g}" for tick in ticks])

@@ -102,10 +102,12 @@ def name_lines(axes: Axes, ends: dict[str, tuple[float, float]], look: dict[str,
     order = sorted(shown, key=lambda name: float(shown[name][1]))
     wanted = apart([float(shown[name][1]) for name in order], 0.13 * dpi, float(low), float(high))
     way = -1 if side == "left" else 1
+    column = way * max((way * float(place[0]) for place in shown.values()), default=0.0)  # names stand in one column
     for name, y in zip(order, wanted, strict=True):
-        own = float(shown[name][1])
+        across, own = (float(value) for value in shown[name])
         axes.annotate(
-            name, ends[name], (way * 22, (y - own) * 72 / dpi), textcoords="offset points", va="center",
+            name, ends[name], (way * 22 + (column - across) * 72 / dpi, (y - own) * 72 / dpi),
+            textcoords="offset points", va="center",
             ha="right" if side == "left" else "left", fontsize=8.5, color=_ink(look[name].colour),
             fontweight="bold" if look[name].width > 2 else "normal", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": look[name].colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3,
