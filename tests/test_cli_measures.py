@@ -81,7 +81,7 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "asked for: within 5 %" in said
-    assert [line.split(" ")[0] for line in said.splitlines()][4:7] == ["tova", "h2o", "window+4"]
+    assert [line.split(" ")[0] for line in said.splitlines()][4:8] == ["tova", "fade", "h2o", "window+4"]
     assert "not timed here" in said
 
 

@@ -41,6 +41,9 @@ from msrnn.policy import (
         ("tova:512,last=1", Policy(512, last=1)),
         ("tova:512,momentum=0.5", Policy(512, momentum=0.5)),
         ("window:1", Policy(1, last=1)),
+        ("fade:512", Policy(512, last=256, momentum=0.98)),
+        ("fade-head+4:512", Policy(512, first=4, last=256, momentum=0.98, scope="kv_head")),
+        ("fade:512,last=64", Policy(512, last=64, momentum=0.98)),
     ],
 )
 def test_text_form(text: str, policy: Policy) -> None:
@@ -62,7 +65,7 @@ def test_other_spellings() -> None:
 @given(
     capacity=st.one_of(st.none(), st.integers(1, 10_000)),
     shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    momentum=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    momentum=st.sampled_from([0.0, 0.25, 0.98, 1.0]),
     scope=st.sampled_from(["layer", "kv_head", "query_head"]),
 )
 def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, momentum: float, scope: str) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .adapters.hf import BoundedCache, BoundIgnored, Unsupported, cache
     from .engine import Engine, Finished, Request
     from .models import load
-    from .policy import Plan, Policy, full, h2o, parse, read_profile, spread, tova, window
+    from .policy import Plan, Policy, fade, full, h2o, parse, read_profile, spread, tova, window
     from .rnn import RNN, RNNState, StateError
     from .trace import Trace
 
@@ -31,6 +31,7 @@ __all__ = [
     "Trace",
     "Unsupported",
     "cache",
+    "fade",
     "full",
     "h2o",
     "load",
@@ -46,7 +47,7 @@ _HOME = {
     "adapters.hf": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
     "engine": ("Engine", "Finished", "Request"),
     "models": ("load",),
-    "policy": ("Plan", "Policy", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
+    "policy": ("Plan", "Policy", "fade", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
     "rnn": ("RNN", "RNNState", "StateError"),
     "trace": ("Trace",),
 }

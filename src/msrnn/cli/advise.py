@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..advise import Reader, Verdict, Worth
 
-KINDS = ("tova", "h2o", "window+4")
+KINDS = ("tova", "fade", "h2o", "window+4")
 _ABOUT = """\
 Find the smallest capacity per policy whose perplexity on your own text stays within so many points (or per cent) of the
 full model's, and say what that capacity is worth: memory per sequence, largest batch, expected decoding gain. Reading
