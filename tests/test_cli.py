@@ -24,7 +24,20 @@ from msrnn.memory import cost
 from msrnn.policy import plan
 
 STORY = "The lighthouse keeper counted the ships each evening and wrote their names into a green book.\n"
-COMMANDS = ("generate", "chat", "trace", "info")
+COMMANDS = (
+    "generate",
+    "chat",
+    "trace",
+    "info",
+    "eval",
+    "advise",
+    "calibrate",
+    "plot",
+    "report",
+    "retention",
+    "bench",
+    "serve",
+)
 HERE = os.environ | {"PYTHONPATH": str(Path(msrnn.__file__).parent.parent)}
 
 
