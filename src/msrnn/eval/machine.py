@@ -27,13 +27,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this source, from git or, where the source was copied without it, from $MSRNN_COMMIT."""
+    """The commit of this source: $MSRNN_COMMIT, where the source is a copy whose git knows another, or git's word."""
+    if said := os.environ.get("MSRNN_COMMIT"):
+        return said
     here = Path(__file__).parent
     ask = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MSRNN_COMMIT", "unknown")
+        return "unknown"
 
 
 def now() -> str:
