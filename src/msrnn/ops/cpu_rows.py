@@ -22,10 +22,10 @@ def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: 
     mass = weights.new_empty(*weights.shape[:3], 1)
     if sinks is not None:
         mass.copy_(sinks.detach().to(mass.dtype).exp().view(-1, 1, 1).expand_as(mass))
-    parts = [(row, part) for row in range(len(weights)) for part in range(torch.get_num_threads())]
-    failed = np.zeros((len(weights), torch.get_num_threads()), np.bool_)
+    units = [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
+    failed = np.zeros(births.shape[:2], np.bool_)
     arrays = (tensor.numpy() for tensor in (weights, mass, births, expiry, steps))
-    spread(_hide, parts, *arrays, failed, sinks is not None)
+    spread(_hide, units, *arrays, failed, sinks is not None)
     if failed.any():
         raise Vanished("a row's exponentials overflowed or vanished")
     return mass
@@ -42,29 +42,27 @@ def compact(
 
 
 @_jit
-def _hide(b, part, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
-    """One part of a sequence's rows."""
-    units, columns, rows = births.shape[1], births.shape[2], steps.shape[1]
-    heads, size = weights.shape[1] // units, (rows + failed.shape[1] - 1) // failed.shape[1]
+def _hide(b, u, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
+    """One unit's rows."""
+    heads, columns, rows = weights.shape[1] // births.shape[1], births.shape[2], steps.shape[1]
     alive = np.empty(columns, weights.dtype)
-    for c in range(part * size, min(rows, (part + 1) * size)):
+    born, last = births[b, u], expiry[b, u]
+    for c in range(rows):
         now = steps[b, c]
-        for u in range(units):
-            born, last = births[b, u], expiry[b, u]
+        for n in range(columns):
+            alive[n] = 1 if (born[n] >= 0) & (born[n] <= now) & (now <= last[n]) else 0
+        for h in range(u * heads, (u + 1) * heads):
+            left = mass[b, h, c, 0] if sinking else weights.dtype.type(0)
+            row = weights[b, h, c]
             for n in range(columns):
-                alive[n] = 1 if (born[n] >= 0) & (born[n] <= now) & (now <= last[n]) else 0
-            for h in range(u * heads, (u + 1) * heads):
-                left = mass[b, h, c, 0] if sinking else weights.dtype.type(0)
-                row = weights[b, h, c]
-                for n in range(columns):
-                    row[n] *= alive[n]
-                    left += row[n]
-                if now < 0:
-                    left = weights.dtype.type(1)
-                if not 1e-30 < left < 1e37:
-                    failed[b, part] = True
-                    return
-                mass[b, h, c, 0] = left
+                row[n] *= alive[n]
+                left += row[n]
+            if now < 0:
+                left = weights.dtype.type(1)
+            if not 1e-30 < left < 1e37:
+                failed[b, u] = True
+                return
+            mass[b, h, c, 0] = left
 
 
 @_jit
