@@ -31,8 +31,16 @@ def timed(runs: list[float]) -> dict[str, object]:
 
 
 def write(path: Path, records: list[dict[str, object]]) -> None:
+    """Beside the records that are there of other figures; those of the same figure are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    there = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    new = {_figure(record) for record in records}
+    kept = [record for record in there if _figure(record) not in new]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*kept, *records]))
+
+
+def _figure(record: dict[str, object]) -> tuple[object, ...]:
+    return tuple(record.get(name) for name in ("what", "run", "length", "prompt", "continuation", "capacity"))
 
 
 def _commit() -> str:
