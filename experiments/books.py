@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from msrnn import machine
 from msrnn.calibrate import chunks_of
-from msrnn.eval import machine
 from msrnn.eval.read import token_nll
 from msrnn.eval.record import Record, write_records
 from msrnn.ledger import Ledger

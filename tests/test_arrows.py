@@ -29,6 +29,7 @@ ORDER = (
     "columns",
     "recurrence",
     "files",
+    "machine",
     "trace",
     "adapters",
     "wheels",

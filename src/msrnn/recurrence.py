@@ -123,32 +123,22 @@ def _scan(
     policy: Policy,
     attention: Attention,
 ) -> Scanned:
-    """A chunk's evictions by all heads, and the weights of those that this process holds."""
-    scanned = _scan_all(state, query, keys, births, steps, scores, policy, attention)
-    mass = None if scanned.mass is None else attention.own(scanned.mass)
-    return scanned._replace(weights=attention.own(scanned.weights), mass=mass)
+    """A chunk's evictions by all heads, and the weights of those that this process holds.
 
-
-def _scan_all(
-    state: State,
-    query: Tensor,
-    keys: Tensor,
-    births: Tensor,
-    steps: Tensor,
-    scores: Tensor | None,
-    policy: Policy,
-    attention: Attention,
-) -> Scanned:
-    """The quick scan for as long as this layer's logits allow it, the careful one from then on."""
+    The quick scan for as long as this layer's logits allow it, the careful one from then on.
+    """
     rest = (births, steps, scores, policy, attention.window, attention.sinks)
+    scanned = None
     if not state.careful and ops.quick(query.device.type):
         try:
-            return ops.scan(
-                attention.gather(attention.logits(query, keys, exponentials=True)), *rest, exponentials=True
-            )
+            weights = attention.gather(attention.logits(query, keys, exponentials=True))
+            scanned = ops.scan(weights, *rest, exponentials=True)
         except Vanished:
             state.careful = True
-    return ops.scan(attention.gather(attention.logits(query, keys)), *rest)
+    if scanned is None:
+        scanned = ops.scan(attention.gather(attention.logits(query, keys)), *rest)
+    mass = None if scanned.mass is None else attention.own(scanned.mass)
+    return scanned._replace(weights=attention.own(scanned.weights), mass=mass)
 
 
 def _oneshot(

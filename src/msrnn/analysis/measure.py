@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..eval.machine import commit, machine, now, versions
 from ..eval.metrics import interval, mean, perplexity
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
+from ..machine import commit, machine, now, versions
 from ..memory import Peak
 from ..perplexity import Progress, score
 from ..policy import parse

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..eval.machine import commit, machine, now, versions
 from ..eval.record import Cell, Record, write_records
+from ..machine import commit, machine, now, versions
 from ..models import load
 from ..text import read_blocks
 from .benchmarks import capacity_in

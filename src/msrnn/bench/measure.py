@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
 import torch
+
+from ..machine import commit, machine, now, versions
 
 Record = dict[str, Any]
 
@@ -81,27 +79,5 @@ def clear(device: torch.device) -> None:
 
 def conditions(device: torch.device, **more: object) -> Record:
     """What every record of one run shares."""
-    names = ("torch", "transformers", "triton")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "cuda": torch.version.cuda,
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
-        **more,
-    }
-
-
-def _commit() -> str:
-    try:
-        known = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return known.stdout.strip()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
+    about = {"date": now(), "commit": commit(), "machine": machine(device), "cuda": torch.version.cuda}
+    return {**about, "versions": versions(), **more}

@@ -5,12 +5,13 @@ A file that is missing or malformed is named, with its line.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .record import json_object
 
 LAYOUT = "pg19/*.txt, squality/*.jsonl, qasper/*.jsonl"
 HUB = {
@@ -106,15 +107,8 @@ def _files(folder: str, name: str, pattern: str) -> list[Path]:
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                line = json.loads(raw)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(line, dict):
-                raise ValueError(f"{path}:{number}: a JSON object was expected, not {type(line).__name__}")
-            yield number, line
+            if raw.strip():
+                yield number, json_object(raw, f"{path}:{number}")
 
 
 def _field(line: Any, name: str, kind: type, where: str) -> Any:

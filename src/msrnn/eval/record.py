@@ -113,10 +113,15 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
                 return
-            try:
-                line = json.loads(raw)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(line, dict):
-                raise ValueError(f"{path}:{number}: a JSON object was expected, not {type(line).__name__}")
-            yield number, line
+            yield number, json_object(raw, f"{path}:{number}")
+
+
+def json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """One line of JSON that holds an object; `where` is named if it does not."""
+    try:
+        line = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"{where}: a JSON object was expected, not {type(line).__name__}")
+    return line

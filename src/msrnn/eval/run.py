@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from ..machine import commit, machine, now, versions
 from ..memory import Peak
 from ..rnn import fingerprint
 from . import metrics, positions, tasks
 from .experiment import Entry, Experiment
 from .log import Done, Log, alone, digest, run_key
-from .machine import commit, machine, now, versions
 from .read import short_nll, token_nll
 from .record import Record, write_records
 from .task import Output, Row, Sample, Task
