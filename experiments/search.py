@@ -2,10 +2,12 @@
 
     python experiments/search.py --data DATA --dtype bfloat16 --batch 32 --out results/search.jsonl
 
-One half of the books chooses, in three stages (the whole grid at 256 slots; the best 8, with and without the first 4
-tokens, at 64 and 1,024; the best 6 of those at 128 and 512). The winner is the setting whose worst capacity gains most
-over the better of TOVA and H2O there. It is then measured once on the other half, beside them, with intervals over
-books. About 150 measurements; every one is kept, so a run that was stopped goes on where it was.
+One half of the books chooses. First every scope and memory, half of the state for the newest, at 64, 256 and 1,024
+slots: a momentum of its own (0.95, 0.98), or one that grows with the capacity (`1-4/k`). Then around the best two: a
+little more and a little less memory, other shares for the newest, the first 4 tokens kept. Then the best four at 128
+and 512 too. The winner is the setting whose worst capacity gains most over the better of TOVA and H2O there. It is then
+measured once on the other half, beside them, with intervals over books. About 100 measurements; every one is kept, so a
+run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from books import Losses, bootstrap, ledger_of, novels, opened, options, perplex
 CAPACITIES = (64, 128, 256, 512, 1024)
 RIVALS = ("tova", "h2o", "h2o-layer")
 BESIDE = ("tova+4", "tova-head", "window+4")
-MOMENTA = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)
-LASTS = ("1/16", "1/8", "1/4", "1/2")
-SCOPES = ("layer", "kv_head")
+MEMORIES = ("0.95", "0.98", "1-1/k", "1-2/k", "1-4/k", "1-8/k", "1-16/k")
+LASTS = ("1/4", "1/2", "3/4")
+SCOPES = ("tova", "tova-head")
 
 
-def candidates(firsts: Sequence[int] = (0,)) -> list[str]:
-    return [_kind(*choice) for choice in product(MOMENTA, LASTS, SCOPES, firsts)]
+def candidates() -> list[str]:
+    return [f"{scope},momentum={memory},last=1/2" for scope, memory in product(SCOPES, MEMORIES)]
 
 
-def _kind(momentum: float, last: str, scope: str, first: int) -> str:
-    name = {"layer": "tova", "kv_head": "tova-head"}[scope] + (f"+{first}" if first else "")
-    return f"{name},momentum={momentum},last={last}"
+def around(kind: str) -> list[str]:
+    """Settings that differ from one in one thing."""
+    scope, memory, last = (part.rpartition("=")[2] for part in kind.split(","))
+    found = [f"{scope},momentum={memory},last={share}" for share in LASTS]
+    found.append(f"{scope}+4,momentum={memory},last={last}")
+    if memory.endswith("/k"):
+        forgotten = float(memory[2:-2])
+        found += [f"{scope},momentum=1-{forgotten * factor:g}/k,last={last}" for factor in (0.75, 1.5)]
+    return found
 
 
 def at(kind: str, capacity: int) -> str:
@@ -56,12 +64,11 @@ def best(losses: Losses, kinds: Iterable[str], capacities: Sequence[int], count:
 
 
 def choose(losses: Losses, quick: bool) -> str:
-    low, middle, high = CAPACITIES[0], CAPACITIES[len(CAPACITIES) // 2], CAPACITIES[-1]
-    few = best(losses, candidates(), (middle,), 8)
+    few = (CAPACITIES[0], CAPACITIES[len(CAPACITIES) // 2], CAPACITIES[-1])
+    first = best(losses, candidates(), few[1:2] if quick else few, 2)
     if quick:
-        return few[0]
-    both = [kind for one in few for kind in (one, one.replace(",", "+4,", 1))]
-    fewer = best(losses, both, (low, middle, high), 6)
+        return first[0]
+    fewer = best(losses, [*first, *(other for kind in first for other in around(kind))], few, 4)
     return best(losses, fewer, CAPACITIES, 1)[0]
 
 

@@ -56,6 +56,8 @@ def test_other_spellings() -> None:
     assert parse("tova-layer:8") == tova(8)
     assert parse("tova:64,last=1/8") == parse("tova:64,last=8")
     assert parse("h2o-head:8") == h2o(8)
+    assert parse("tova:64,momentum=1-4/k") == parse("tova:64,momentum=0.9375")
+    assert parse("tova:2,momentum=1-4/k") == tova(2)
     assert parse("window+4:8") == window(8, 4)
     assert full().blind
     assert window(8, 4).blind
@@ -106,6 +108,8 @@ def test_capacity_as_a_fraction_or_as_bytes() -> None:
         ("tova:8,first=5,last=5", "5 first and 5 last slots are protected, more than the capacity of 8"),
         ("tova:8,lst=5", "did you mean 'last'"),
         ("tova:8,last=x", "not a number"),
+        ("tova:8,momentum=1-x/k", "not a number"),
+        ("full:momentum=1-4/k", "not a number"),
         ("tova:8,last=1/0", "not a number"),
         ("tova:8,momentum=2", "from 0 (TOVA) to 1 (H2O)"),
         ("tova:8,scope=kvhead", "did you mean 'kv_head'"),
@@ -134,6 +138,7 @@ def test_plans() -> None:
     faded = spread("tova,momentum=0.5,last=1/8", [64, 128])
     assert [policy.last for policy in faded.policies] == [8, 16]
     assert str(faded) == "tova:avg=96,momentum=0.5"
+    assert [policy.momentum for policy in spread("tova,momentum=1-4/k", [64, 128]).policies] == [0.9375, 0.96875]
     assert Plan((full(), tova(3))).average is None
     with pytest.raises(ValueError, match="2 layers, the model 3"):
         plan(["tova:1", "tova:2"], 3)

@@ -134,8 +134,14 @@ def fade(capacity: int, first: int = 0, scope: Scope = "layer") -> Policy:
     return Policy(capacity, first=first, last=capacity // 2, momentum=0.98, scope=scope)
 
 
+def memory(forgotten: float, capacity: int) -> float:
+    """A momentum whose memory grows with the capacity: of a score, exp(-`forgotten`) is left after as many steps."""
+    return max(0.0, 1 - forgotten / capacity)
+
+
 def parse(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
-    """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`, `full`.
+    """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`,
+    `tova:512,momentum=1-4/k`, `full`.
 
     A capacity may be a fraction of `length` (`tova:1/8`) or a size in bytes per sequence (`tova:2GiB`), where
     `slot_bytes` is what one token costs over all layers.
@@ -303,6 +309,9 @@ _PRESETS = ("full", "window", "h2o", "tova", "fade")
 _SPELLINGS = (*_PRESETS, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 
 
+_MEMORY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
+
+
 def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
     allowed = ("first", "last", "momentum", "scope")
     if key not in allowed:
@@ -312,6 +321,8 @@ def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
     try:
         if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity
             return key, int(Fraction(value) * capacity)
+        if key == "momentum" and (grows := _MEMORY.fullmatch(value)) and capacity is not None:
+            return key, memory(float(grows[1]), capacity)
         return key, float(value) if key == "momentum" else int(value)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{key}={value!r} is not a number") from None

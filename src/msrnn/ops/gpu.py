@@ -57,8 +57,7 @@ def scan(
         *(logits if sinks is None else sinks.detach().to(logits.dtype), rough, notes),
         *(units, heads // units, rows, columns),
         2**31 - 1 if policy.capacity is None else policy.capacity,
-        *(policy.first, policy.last, window or 0),
-        MOMENTUM=policy.momentum,
+        *(policy.first, policy.last, window or 0, *_halves(policy.momentum)),
         WINDOW=window is not None,
         SINKS=sinks is not None,
         ALL=triton.next_power_of_2(rows),
@@ -67,6 +66,12 @@ def scan(
         **plan,
     )
     return Scanned(weights, mass, expiry, scores)
+
+
+def _halves(momentum: float) -> tuple[float, float]:
+    """As two float32, which is what a kernel takes. As a constant, every momentum would have to be compiled."""
+    high = float(torch.tensor(momentum, dtype=torch.float32))
+    return high, momentum - high
 
 
 @cache
@@ -92,8 +97,8 @@ def _plan(
 @_jit(do_not_specialize=["capacity", "first", "last", "window", "programs"])
 def _scan(
     logits, weights, mass, births, steps, scores, expiry, sinks, rough, notes,
-    units, heads, rows, columns, capacity, first, last, window, programs,
-    MOMENTUM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, ALL: tl.constexpr, SLACK: tl.constexpr,
+    units, heads, rows, columns, capacity, first, last, window, momentum, rest, programs,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, ALL: tl.constexpr, SLACK: tl.constexpr,
     FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
     GUESS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +155,7 @@ def _scan(
             birth, score, victim = _decide(
                 logits, weights, mass, births, steps, expiry, sinks, rough, held,
                 birth, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
-                MOMENTUM, WINDOW, SINKS, SLACK, FAST, ROWS, WIDE, SOME, MOST, GUESS,
+                momentum, rest, WINDOW, SINKS, SLACK, FAST, ROWS, WIDE, SOME, MOST, GUESS,
             )  # fmt: skip
             _tell(steps, expiry, victims, victim, start, end, ROWS)
             tl.debug_barrier()
@@ -247,7 +252,7 @@ def _exp(x, FAST: tl.constexpr):
 def _decide(
     logits, weights, mass, births, steps, expiry, sinks, rough, held,
     birth, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
-    MOMENTUM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SLACK: tl.constexpr, FAST: tl.constexpr,
+    momentum, rest, WINDOW: tl.constexpr, SINKS: tl.constexpr, SLACK: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, GUESS: tl.constexpr,
 ):  # fmt: skip
     """The evictions of a block's rows, in order: births and scores after them, and the victims."""
@@ -258,6 +263,7 @@ def _decide(
     latest = tl.sum(tl.where(j[None, :] == j[:, None] + ROWS, victim[None, :], 0), 1)
     victim = tl.where(j < ROWS, latest, -1)
     gone = tl.sum((victim >= 0).to(tl.int32), 0)
+    keep = tl.full([WIDE], momentum, score.dtype) + tl.full([WIDE], rest, score.dtype)
     # all that a row needs is loaded a row ahead
     now = tl.load(steps + start).to(tl.int32)
     holding = tl.load(held)
@@ -297,7 +303,7 @@ def _decide(
                 )  # fmt: skip
                 tl.debug_barrier()
                 mean_now, most = _mean(weights, mass, birth, victim, row, heads, rows, columns, WIDE, SOME, MOST)
-            score = tl.where(step >= 0, MOMENTUM * score + mean_now, score)
+            score = tl.where(step >= 0, keep * score + mean_now, score)
             _, _, at = tl.reduce((tl.where(free, score, float("inf")), birth, n), 0, _lowest)
         birth = tl.where(full & (n == at), _GONE, birth)
         victim = tl.where(full & (j == row - start + ROWS), at, victim)
