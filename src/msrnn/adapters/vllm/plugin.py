@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from . import settings
 
@@ -40,6 +40,15 @@ def vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def check_found() -> None:
+    """vLLM loads plugins by itself in each of its processes; where it would not find this one, it ran unbounded."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "msrnn" not in allowed.split(","):
+        raise Refused(f"VLLM_PLUGINS={allowed!r} keeps msrnn out of vLLM; add msrnn to it, or unset it")
+    if "msrnn" not in entry_points(group="vllm.general_plugins").names:
+        raise Refused("vLLM finds msrnn only where it is installed, and it is just on the path here; pip install msrnn")
 
 
 def check_version(found: str) -> None:

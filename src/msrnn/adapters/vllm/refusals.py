@@ -32,6 +32,14 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
         ),
         (bool(getattr(model, "use_mla", False)), "latent attention (MLA) caches no keys; there is nothing to choose"),
         (
+            bool(getattr(model, "is_hybrid", False)),
+            "the model has recurrent layers beside attention, and vLLM lays out the memory of both together",
+        ),
+        (
+            bool(getattr(model, "is_mm_prefix_lm", False)),
+            "the model's attention looks ahead in images; a state reads one token after the other",
+        ),
+        (
             cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto",
         ),
@@ -54,7 +62,10 @@ def check_layer(
 ) -> None:
     """The arguments of one attention layer that would change what it sees."""
     if sliding_window is not None:
-        raise Refused(f"the model has layers with a sliding window of {sliding_window}; not supported inside vLLM yet")
+        raise Refused(
+            f"the model has layers with a sliding window of {sliding_window}; not supported inside vLLM yet, use "
+            "msrnn generate"
+        )
     if alibi_slopes is not None:
         raise Refused("the model's attention has ALiBi biases; msrnn cannot bound it")
     if attn_type != "decoder":

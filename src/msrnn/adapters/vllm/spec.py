@@ -33,8 +33,9 @@ def bounded(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
         raise Refused(f"a layer with a {type(spec).__name__} of vLLM cannot be bounded: {spec}")
     if spec.kv_quant_mode != KVQuantMode.NONE or not spec.dtype.is_floating_point:
         raise Refused("a quantised KV cache cannot be bounded yet; leave --kv-cache-dtype at auto")
-    kept = ("num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards")
-    known = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in kept}
+    names = {field.name for field in fields(spec)}  # vLLM 0.30 knows fewer than 0.32
+    kept = {"num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards"} & names
+    known = {name: getattr(spec, name) for name in kept} | dict.fromkeys({"dcp_sharded"} & names, False)
     layout = Layout(policy, heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype)
     return BoundedSpec(
         **known,
@@ -44,5 +45,4 @@ def bounded(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
         tokens_per_state=_TOKENS,
         num_head_slots=1,
         state_content_bytes=layout.nbytes,
-        dcp_sharded=False,
     )

@@ -1,0 +1,27 @@
+"""One model in several processes: heads spread over them, or layers. Tokens are those of one process."""
+
+import os
+from itertools import cycle, islice
+
+import pytest
+from inside import engine, greedy
+
+# On a CPU, vLLM makes what its pipeline stages pass on in a warm-up that it leaves out where nothing is compiled; so
+# the graph is traced, but not compiled.
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+
+
+@pytest.mark.parametrize(
+    "policy, processes, options",
+    [
+        ("tova:64", 3, {"tensor_parallel_size": 3}),  # 9 query heads, 3 KV heads: and all decide together
+        ("h2o:64", 2, {"pipeline_parallel_size": 2, **TRACED}),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_several_processes_write_what_one_writes(model, prompts, alone, monkeypatch, policy, processes, options):
+    cores = map(str, islice(cycle(sorted(os.sched_getaffinity(0))), processes))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
+    with engine(model, policy, **options) as llm:
+        assert llm.llm_engine.vllm_config.parallel_config.world_size == processes
+        assert greedy(llm, prompts) == alone(policy)

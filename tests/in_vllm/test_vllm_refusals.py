@@ -1,0 +1,117 @@
+"""Plain vLLM with a policy in the environment: what a state does not go with ends the start, in vLLM's own processes.
+
+`msrnn serve` refuses most of this before vLLM starts (tests/test_serve.py); here nothing but the plugin stands guard.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from inside import engine, greedy
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "vocab_size": 128,
+    "dtype": "float32",
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+SLIDING = LLAMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": None,
+    "first_k_dense_replace": 2,
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+SMALL = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 24}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A model's configuration; its weights are made up."""
+
+    def write(kind: dict) -> str:
+        sizes = {name: size for name, size in (SIZES | kind).items() if size is not None}
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "kind, options, reason",
+    [
+        (LLAMA, {"speculative_config": NGRAM}, "speculative decoding takes tokens back"),
+        (LLAMA, {"kv_transfer_config": CONNECTOR}, "KV connectors move blocks of tokens"),
+        (LLAMA, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        (SLIDING, {}, "layers with a sliding window of 32"),
+        (DEEPSEEK, {}, "latent attention"),
+    ],
+    ids=["speculative", "connector", "fp8", "sliding", "mla"],
+)
+def test_an_engine_does_not_start(tiny, kind, options, reason):
+    from msrnn.adapters.vllm.plugin import Refused
+
+    with pytest.raises(Refused, match=reason) as refused, engine(tiny(kind), "tova:64", **SMALL, **options):
+        pytest.fail("it runs, though nothing bounds it")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_same_engine_starts_without_them(tiny):
+    """Or the refusals above would prove nothing."""
+    with engine(tiny(LLAMA), "tova:64", **SMALL) as llm:
+        assert len(greedy(llm, [[1, 2, 3]], 2)[0]) == 2
+
+
+def plain_server(model: str, *options: str, **environment: str) -> str:
+    """What vLLM's own server says before it ends, as it must, with an error."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]
+    small = ["--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes", str(1 << 24)]
+    kept = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    ended = subprocess.run(
+        [*command, *small, *options],
+        env=kept | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode != 0
+    return ended.stdout
+
+
+def test_a_worker_of_the_server_refuses_and_the_server_ends(tiny):
+    said = plain_server(tiny(LLAMA), "--speculative-config", json.dumps(NGRAM), MSRNN_POLICY="tova:64")
+    assert re.search(r"Refused: .*speculative decoding takes tokens back.*leave --speculative-config out$", said, re.M)
+
+
+@pytest.mark.parametrize(
+    "policy, reason",
+    [("tova:64", "Refused: vLLM 0.99.0 was never tried"), ("tovva:64", "did you mean 'tova:64'")],
+    ids=["version", "policy"],
+)
+def test_a_vllm_nobody_tried_and_an_unknown_policy_end_the_server(tiny, tmp_path, policy, reason):
+    """As the package says that it is 0.99: its metadata comes first on the path."""
+    if "0.99" in reason:
+        about = tmp_path / "path" / "vllm-0.99.0.dist-info" / "METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
+    said = plain_server(tiny(LLAMA), MSRNN_POLICY=policy, PYTHONPATH=str(tmp_path / "path"))
+    assert re.search(reason, said)
