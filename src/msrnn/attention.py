@@ -41,17 +41,17 @@ class Attention:
             grouped, shared = query.reshape(*shape[:2], size), keys.reshape(shape[0], columns, size).mT
             nothing = torch.empty(1, 1, 1, dtype=wide, device=query.device)
             logits = torch.baddbmm(nothing, grouped, shared, wide, beta=0, alpha=self.scale)
-            self._finish(logits, exponentials)
+            self.finish(logits, exponentials)
             return logits.view(batch, heads, rows, columns)
         scaled = torch.mul(query, self.scale, out=scratch("query", tuple(query.shape), wide, query.device))
         grouped = scaled.view(*shape[:2], size)
         shared = keys.to(wide).reshape(shape[0], columns, size).mT
         logits = scratch("logits", shape, wide, query.device)
         if query.device.type != "cpu":
-            self._finish(torch.bmm(grouped, shared, out=logits), exponentials)
+            self.finish(torch.bmm(grouped, shared, out=logits), exponentials)
         else:
             for head in range(len(grouped)):
-                self._finish(torch.mm(grouped[head], shared[head], out=logits[head]), exponentials)
+                self.finish(torch.mm(grouped[head], shared[head], out=logits[head]), exponentials)
         return logits.view(batch, heads, rows, columns)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -62,7 +62,8 @@ class Attention:
         """[B, H, C, N]: the rows of the heads that this process holds: all, unless a subclass spreads the heads."""
         return rows
 
-    def _finish(self, logits: Tensor, exponentials: bool) -> None:
+    def finish(self, logits: Tensor, exponentials: bool) -> None:
+        """What the model does to its logits, and their exponentials where they are wanted instead, in place."""
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if exponentials:

@@ -53,6 +53,11 @@ class Columns:
     def scores(self) -> Tensor | None:
         return None if self._scores is None else self._scores[:, :, : self.used]
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values, births and scores with the room behind the columns in use."""
+        return self._keys, self._values, self._births, self._scores
+
     def keep(self, expiry: Tensor, scores: Tensor | None) -> None:
         """expiry [B, U, N]: who will be seen no more leaves; what stands past the state's end moves to free places."""
         if self._scores is not None and scores is not None:

@@ -50,10 +50,16 @@ def run(
     if total == 1:
         return _step(state, query, key, value, policy, attention, real, on_evict)
     columns = Columns(state, key, value, total if prompt == "oneshot" else chunk)
-    output = value.new_empty(*query.shape[:3], value.shape[3])
+    output = value.new_empty(len(query), total, query.shape[1], value.shape[3]).transpose(1, 2)  # as models go on
     advance = _oneshot if prompt == "oneshot" else _chunk
-    steps, start = _steps(state, real, total), 0
+    steps, start, reader = _steps(state, real, total), 0, None
     while start < total:
+        if prompt == "recurrent" and _quick(state, query, policy, attention, min(chunk, total - start)):
+            from .quick import Reader
+
+            reader = reader or Reader(columns, (query, key, value), steps, policy, attention, output)
+            start = reader.read(start, chunk, on_evict)
+            continue
         size = total if prompt == "oneshot" else _piece(state, policy, attention, total - start, chunk)
         part = slice(start, start + size)
         columns.add(key[:, :, part], value[:, :, part], steps[:, part])
@@ -79,6 +85,19 @@ def _piece(state: State, policy: Policy, attention: Attention, left: int, chunk:
     return min(left, chunk)
 
 
+def _nobody_leaves(state: State, policy: Policy, attention: Attention, size: int) -> bool:
+    """Whether nothing has to be decided in the next `size` tokens."""
+    fits = policy.capacity is None or state.fed + size <= policy.capacity
+    return fits and state.scores is None and attention.window is None
+
+
+def _quick(state: State, query: Tensor, policy: Policy, attention: Attention, size: int) -> bool:
+    """Whether the next chunk is one for `quick`, which knows the plain kinds of attention and the wide dtypes."""
+    able = ops.quick(query.device.type) and query.dtype in (torch.float32, torch.float64)
+    able = able and type(attention) is Attention and not state.careful
+    return able and not _nobody_leaves(state, policy, attention, size)
+
+
 def _expiry_by_age(births: Tensor, policy: Policy, window: int | None) -> Tensor:
     """[...]: the last step each position is visible at, for a policy that decides by age."""
     expiry = torch.full_like(births, NEVER)
@@ -101,8 +120,7 @@ def _chunk(
 ) -> Advanced:
     """A chunk under the recurrence: its outputs are written, its expiry and scores returned."""
     keys, values, births, state = columns.keys, columns.values, columns.births, columns.state
-    fits = policy.capacity is None or state.fed + query.shape[2] <= policy.capacity
-    nobody_leaves = fits and state.scores is None and attention.window is None
+    nobody_leaves = _nobody_leaves(state, policy, attention, query.shape[2])
     if nobody_leaves or decides_by_age(policy, attention.window):
         expiry = _expiry_by_age(births, replace(policy, capacity=None) if nobody_leaves else policy, attention.window)
         causal = nobody_leaves and state.fed == 0 and bool((steps >= 0).all())

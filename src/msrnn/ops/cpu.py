@@ -23,6 +23,7 @@ from .eager import NEVER, Scanned, Vanished
 _NEVER = np.int64(NEVER)
 _GONE = np.int32(2**31 - 1)  # the age of a column that is empty or has left, and that no limit reaches
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
+WORTH = 1 << 20  # about 0.7 ms of one core
 _jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 
 
@@ -71,20 +72,33 @@ def scan(
         NEVER if window is None else window,
         np.float32(policy.momentum) if weights.itemsize == 4 else np.float64(policy.momentum),
     )
-    spread(_scan, [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])], *arguments)
+    spread(scan_unit, units(births), weights.numel(), *arguments)
     if failed.any():
         raise Vanished("a row's exponentials overflowed or vanished")
     return Scanned(weights, mass, expiry, scores)
 
 
-def spread(work: Any, parts: list[tuple[int, int]], *arguments: Any) -> None:
-    """work(*part, *arguments) for every part, on as many threads as PyTorch uses; `work` releases the GIL."""
-    threads = torch.get_num_threads()
-    if len(parts) == 1 or threads == 1:
-        for part in parts:
+def units(births: Tensor) -> list[tuple[int, int]]:
+    """Every (row, unit) of births [B, U, N]: the parts that compiled passes go through."""
+    return [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
+
+
+def spread(work: Any, parts: list[tuple[int, int]], elements: int, *arguments: Any) -> None:
+    """work(*part, *arguments) for every part; `work` releases the GIL.
+
+    On as many threads as PyTorch uses, this one among them, if there are enough `elements` to be worth waking others.
+    """
+    threads = min(torch.get_num_threads(), len(parts)) if elements >= WORTH else 1
+    left = iter(parts)  # the GIL makes next() safe: each part is taken once
+
+    def drain() -> None:
+        for part in left:
             work(*part, *arguments)
-    else:
-        list(_pool(threads).map(lambda part: work(*part, *arguments), parts))
+
+    others = [_pool(threads - 1).submit(drain) for _ in range(threads - 1)]
+    drain()
+    for other in others:
+        other.result()
 
 
 @cache
@@ -93,7 +107,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @_jit
-def _scan(  # type: ignore[no-untyped-def]
+def scan_unit(  # type: ignore[no-untyped-def]
     b,
     u,
     logits,
@@ -214,10 +228,10 @@ def _lowest(bits, free, limit):  # type: ignore[no-untyped-def]
     Scores are not negative, so their bits order as they do, and a minimum of integers vectorises.
     """
     low = bits.dtype.type(np.iinfo(bits.dtype).max)
-    for n in range(len(bits)):
+    for n in range(len(free)):
         low = min(low, bits[n] if free[n] <= limit else low)
     oldest = _GONE
-    for n in range(len(bits)):
+    for n in range(len(free)):
         oldest = min(oldest, free[n] if bits[n] == low and free[n] <= limit else _GONE)
     return oldest
 

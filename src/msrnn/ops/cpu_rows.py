@@ -1,4 +1,7 @@
-"""`hide` and `compact` compiled for the CPU: the same arguments and results as in `eager`, in one pass over memory."""
+"""What happens to rows between matmuls, compiled for the CPU, each in one pass over memory.
+
+`hide` and `compact` have the arguments and results of those in `eager`; the passes themselves work on one unit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu import FAST, spread
+from .cpu import FAST, spread, units
 from .eager import NEVER, Vanished
 
 _jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
@@ -22,10 +25,9 @@ def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: 
     mass = weights.new_empty(*weights.shape[:3], 1)
     if sinks is not None:
         mass.copy_(sinks.detach().to(mass.dtype).exp().view(-1, 1, 1).expand_as(mass))
-    units = [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
     failed = np.zeros(births.shape[:2], np.bool_)
     arrays = (tensor.numpy() for tensor in (weights, mass, births, expiry, steps))
-    spread(_hide, units, *arrays, failed, sinks is not None)
+    spread(hide_unit, units(births), weights.numel(), *arrays, failed, sinks is not None)
     if failed.any():
         raise Vanished("a row's exponentials overflowed or vanished")
     return mass
@@ -35,16 +37,68 @@ def compact(
     births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
 ) -> None:
     """See `eager.compact`."""
-    units = [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
     words = [row.view(_WORD[row.itemsize]).numpy() for row in rows]
+    moved = (used - end) * rows[0].shape[:2].numel() * (rows[0].shape[3] + rows[1].shape[3])
     scored = np.empty((1, 1, 1), np.float32) if scores is None else scores.numpy()
-    spread(_compact, units, births.numpy(), scored, expiry.numpy(), *words, used, end, scores is not None)
+    spread(
+        compact_unit,
+        units(births),
+        moved,
+        births.numpy(),
+        scored,
+        expiry.numpy(),
+        *words,
+        used,
+        end,
+        scores is not None,
+    )
 
 
 @_jit
-def _hide(b, u, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
+def open_unit(  # type: ignore[no-untyped-def]
+    b,
+    u,
+    births,
+    scores,
+    expiry,
+    keys,
+    values,
+    queries,
+    query,
+    key,
+    value,
+    steps,
+    start,
+    used,
+    scale,
+    first,
+    last,
+    window,
+):
+    """One unit's share of the tokens from `start` on: their keys and values go behind the `used` columns, their scaled
+    queries into a place of their own. Expiry is set as for a policy that decides by age; a scan sets it anew."""
+    rows, stored, heads = queries.shape[2], keys.shape[1] // births.shape[1], queries.shape[1] // births.shape[1]
+    for c in range(rows):
+        for h in range(u * stored, (u + 1) * stored):
+            keys[b, h, used + c] = key[b, start + c, h]
+            values[b, h, used + c] = value[b, start + c, h]
+        for h in range(u * heads, (u + 1) * heads):
+            for d in range(queries.shape[3]):
+                queries[b, h, c, d] = query[b, start + c, h, d] * scale
+        births[b, u, used + c] = steps[b, start + c]
+        scores[b, u, used + c] = 0
+    latest = steps[b, start : start + rows].max()
+    for n in range(used + rows):
+        birth = births[b, u, n]
+        end = _NEVER if birth < first or last == _NEVER else birth + last
+        end = end if window == _NEVER else min(end, birth + window - 1)
+        expiry[b, u, n] = -1 if birth < 0 else end if end <= latest else _NEVER
+
+
+@_jit
+def hide_unit(b, u, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
     """One unit's rows."""
-    heads, columns, rows = weights.shape[1] // births.shape[1], births.shape[2], steps.shape[1]
+    heads, columns, rows = weights.shape[1] // births.shape[1], weights.shape[3], steps.shape[1]
     alive = np.empty(columns, weights.dtype)
     born, last = births[b, u], expiry[b, u]
     for c in range(rows):
@@ -66,7 +120,7 @@ def _hide(b, u, weights, mass, births, expiry, steps, failed, sinking):  # type:
 
 
 @_jit
-def _compact(b, u, births, scores, expiry, keys, values, used, end, scored):  # type: ignore[no-untyped-def]
+def compact_unit(b, u, births, scores, expiry, keys, values, used, end, scored):  # type: ignore[no-untyped-def]
     """One unit's columns, and the rows of the heads it decides for."""
     heads = keys.shape[1] // births.shape[1]
     born = births[b, u]
