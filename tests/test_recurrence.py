@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msrnn import ops, recurrence, reference
+from msrnn import ops, quick, recurrence, reference
 from msrnn.attention import Attention
 from msrnn.ops import cpu, eager
 from msrnn.policy import Policy, parse
@@ -135,6 +135,23 @@ def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.Da
         ref = reference.start(case["policy"], heads, kv_heads)
         arguments = (query[row][:, mine], key[row][:, mine], value[row][:, mine], case["policy"], attention)
         check_row(row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, prompt=prompt))
+
+
+@pytest.mark.parametrize("name", ["tova:6", "h2o:6", "window+2:6", "fade:6"])
+def test_quick_reading_hands_over_where_exponentials_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and columns are then as they were before the chunk that could not be read quickly."""
+    monkeypatch.setenv("MSRNN_OPS", "compiled")
+    policy, attention = parse(name), Attention(0.5)
+    query, key, value = tensors(40, 4, 2, seed=3)
+    key[:, :, 23] *= 300
+    ends = []
+    read = quick.Reader.read
+    monkeypatch.setattr(quick.Reader, "read", lambda *given: ends.append(read(*given)) or ends[-1])
+    out, state, deaths = chunked(policy, attention, query, key, value, [40], 5)
+    assert 10 <= ends[0] < 25 and len(ends) == 1
+    assert state.careful
+    ref = reference.start(policy, 4, 2)
+    check_row(0, out[0], state, deaths, ref, reference.run(ref, query[0], key[0], value[0], policy, attention))
 
 
 def softmax(weights: Tensor, mass: Tensor | None) -> Tensor:
