@@ -23,6 +23,8 @@ from .policy import Policy
 from .scratch import scratch
 from .state import decides_by_age
 
+ROWS = 64  # of a chunk at most: with 9 heads and 512 slots its weights just fit into a core's own cache
+
 
 class _Views(NamedTuple):
     """What a chunk of C rows and N columns is worked out in, as PyTorch sees it and as compiled passes do."""
@@ -71,7 +73,7 @@ class Reader:
         columns, state, total = self.columns, self.columns.state, self.steps.shape[1]
         assert state.limit is not None  # else nobody would leave
         while start < total:
-            size = min(chunk, total - start)
+            size = min(chunk, ROWS, total - start)
             used = columns.used + size
             before = self.scores.copy() if self.scored else None
             if not self._attend(start, size, used):
