@@ -69,19 +69,19 @@ def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: 
     import search
 
     class Made:
-        """Losses by rule: momentum 0.9 with last 1/8 by layer is best, but for one trap at the middle capacity."""
+        """Losses by rule: a memory as long as the state, 3/4 of it for the newest, is best, but for one trap."""
 
         def of(self, policy: str) -> dict[str, tuple[float, int]]:
             size = 0 if policy == "full" else int(policy.partition(":")[2].partition(",")[0])
             over = 0.0 if not size else 10 / size
-            if "momentum=0.9," in policy and "last=1/8" in policy and "head" not in policy:
-                over *= 0.8
-            if "momentum=1.0" in policy and "last=1/2" in policy:
+            if "tova-head" in policy and "momentum=1-1/k" in policy:
+                over *= 0.8 if "last=3/4" in policy else 0.9
+            if "momentum=0.98" in policy:
                 over *= 0.5 if size == 256 else 2.0
             return {"book": ((1 + over) * 100, 100)}
 
     kind = search.choose(Made(), quick=False)  # type: ignore[arg-type]
-    assert kind in ("tova,momentum=0.9,last=1/8", "tova+4,momentum=0.9,last=1/8")
+    assert kind == "tova-head,momentum=1-1/k,last=3/4"
     assert search.gain(Made(), kind, 64) > 0  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_search_end_to_end_and_again(
 ) -> None:
     import search
 
-    for name, few in (("CAPACITIES", (8, 16, 32)), ("MOMENTA", (0.9,)), ("LASTS", ("1/8",)), ("BESIDE", ("tova+4",))):
+    for name, few in (("CAPACITIES", (8, 16, 32)), ("MEMORIES", ("0.9", "1-4/k")), ("BESIDE", ("tova+4",))):
         monkeypatch.setattr(search, name, few)
     out = tmp_path / "out" / "search.jsonl"
     options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]

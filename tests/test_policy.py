@@ -13,6 +13,7 @@ from msrnn import policy
 from msrnn.policy import (
     Plan,
     Policy,
+    fade,
     full,
     h2o,
     kind_of,
@@ -41,9 +42,9 @@ from msrnn.policy import (
         ("tova:512,last=1", Policy(512, last=1)),
         ("tova:512,momentum=0.5", Policy(512, momentum=0.5)),
         ("window:1", Policy(1, last=1)),
-        ("fade:512", Policy(512, last=256, momentum=0.98)),
-        ("fade-head+4:512", Policy(512, first=4, last=256, momentum=0.98, scope="kv_head")),
-        ("fade:512,last=64", Policy(512, last=64, momentum=0.98)),
+        ("fade:512", Policy(512, last=256, momentum=1 - 1.5 / 512, scope="kv_head")),
+        ("fade-layer+4:64", Policy(64, first=4, last=32, momentum=1 - 1.5 / 64, scope="layer")),
+        ("fade:512,last=64", Policy(512, last=64, momentum=1 - 1.5 / 512, scope="kv_head")),
     ],
 )
 def test_text_form(text: str, policy: Policy) -> None:
@@ -58,6 +59,7 @@ def test_other_spellings() -> None:
     assert parse("h2o-head:8") == h2o(8)
     assert parse("tova:64,momentum=1-4/k") == parse("tova:64,momentum=0.9375")
     assert parse("tova:2,momentum=1-4/k") == tova(2)
+    assert parse("fade:1") == fade(1) == Policy(1, scope="kv_head")
     assert parse("window+4:8") == window(8, 4)
     assert full().blind
     assert window(8, 4).blind
@@ -67,7 +69,7 @@ def test_other_spellings() -> None:
 @given(
     capacity=st.one_of(st.none(), st.integers(1, 10_000)),
     shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    momentum=st.sampled_from([0.0, 0.25, 0.98, 1.0]),
+    momentum=st.sampled_from([0.0, 0.25, 1 - 1.5 / 512, 1.0]),
     scope=st.sampled_from(["layer", "kv_head", "query_head"]),
 )
 def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, momentum: float, scope: str) -> None:
