@@ -26,7 +26,7 @@ test: lint ## lint, then run all tests
 
 # vLLM's CPU build has wheels for these two kinds of machine only; there the tests must run.
 HERE := $(shell uname -s)-$(shell uname -m)
-test-vllm: $(if $(filter Linux-x86_64 Linux-aarch64,$(HERE)),test-in-vllm,no-vllm) ## run the tests inside vLLM only
+test-vllm: $(if $(filter Linux-x86_64 Linux-aarch64,$(HERE)),test-in-vllm,no-vllm) ## run the tests inside vLLM only (about 6 minutes)
 
 .PHONY: test-in-vllm no-vllm
 no-vllm:
@@ -34,7 +34,7 @@ no-vllm:
 
 test-in-vllm: $(VLLM_STAMP)
 	@echo "== pytest inside vLLM $(VLLM_VERSION)"
-	@PYTHONDONTWRITEBYTECODE= $(VLLM)/bin/python -m pytest -q tests/in_vllm
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/in_vllm
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "== ruff"

@@ -111,7 +111,7 @@ async def _crowd(url: str, texts: list[list[int]]) -> tuple[list[list[int]], flo
     async def watch() -> None:
         nonlocal most
         while watching:
-            most = max(most, await asyncio.to_thread(_metric, url, "vllm:num_requests_running"))
+            most = max(most, await asyncio.to_thread(_metric, url, "vllm:num_requests_running", 0))
             await asyncio.sleep(2)
 
     watcher = asyncio.create_task(watch())
@@ -256,11 +256,12 @@ def _texts(count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length - start % 40] for start in starts][:count]
 
 
-def _metric(url: str, name: str) -> float:
+def _metric(url: str, name: str, unknown: float | None = None) -> float:
+    """A number of /metrics; `unknown` where there is none yet."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
     found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} is not among the metrics"
-    return float(found[1])
+    assert found or unknown is not None, f"{name} is not among the metrics"
+    return float(found[1]) if found else unknown
 
 
 if __name__ == "__main__":

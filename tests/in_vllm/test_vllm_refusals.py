@@ -38,6 +38,17 @@ DEEPSEEK = {
     "n_routed_experts": None,
     "first_k_dense_replace": 2,
 }
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_dim": 64,
+    "block_dim": 64,
+    "block_multiple_of": 16,
+    "block_auto_adjust_ff_dim": False,
+    "block_ffn_dim_multiplier": 1.0,
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 SMALL = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 24}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -63,8 +74,9 @@ def tiny(tmp_path):
         (LLAMA, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
         (SLIDING, {}, "layers with a sliding window of 32"),
         (DEEPSEEK, {}, "latent attention"),
+        (LFM2, {}, "recurrent layers beside attention"),
     ],
-    ids=["speculative", "connector", "fp8", "sliding", "mla"],
+    ids=["speculative", "connector", "fp8", "sliding", "mla", "hybrid"],
 )
 def test_an_engine_does_not_start(tiny, kind, options, reason):
     from msrnn.adapters.vllm.plugin import Refused
