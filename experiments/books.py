@@ -14,7 +14,7 @@ import json
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,17 @@ Sums = dict[str, tuple[float, int]]  # group -> nats, tokens predicted
 
 def split(folder: Path) -> tuple[list[Path], list[Path]]:
     """The choosing half and the reporting half."""
-    books = sorted(folder.glob("pg19/*.txt"), key=lambda book: hashlib.sha256(f"msrnn 1 {book.name}".encode()).digest())
-    if len(books) < 2:
-        raise SystemExit(f"{folder}/pg19 has {len(books)} books; at least 2 are needed")
-    return books[: len(books) // 2], books[len(books) // 2 :]
+    found = {book.stem: book for book in folder.glob("pg19/*.txt")}
+    if len(found) < 2:
+        raise SystemExit(f"{folder}/pg19 has {len(found)} books; at least 2 are needed")
+    choosing, reporting = halves(found)
+    return [found[name] for name in choosing], [found[name] for name in reporting]
+
+
+def halves(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The names of books, of the choosing half and of the reporting half."""
+    ordered = sorted(names, key=lambda name: hashlib.sha256(f"msrnn 1 {name}.txt".encode()).digest())
+    return ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]
 
 
 def novels(tokenizer: Any, books: Sequence[Path], length: int, each: int) -> Texts:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_records import record
 from transformers import AutoTokenizer
 
-from msrnn.eval.record import read_records
+from msrnn.eval.record import read_records, write_records
 from msrnn.models import bundled
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +85,32 @@ def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: 
     kind = search.choose(Made(), quick=False)  # type: ignore[arg-type]
     assert kind == "tova-head,momentum=1-1/k,last=3/4"
     assert search.gain(Made(), kind, 64) > 0  # type: ignore[arg-type]
+
+
+def test_reporting_shares_what_the_records_say_of_the_other_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import books
+    import reporting
+
+    names = [f"book{i}" for i in range(4)]
+    ours = books.halves(names)[1]
+    means = {"full": 1.0, "tova:64": 1.4, "tova:128": 1.2, "h2o:64": 1.3, "fade:64": 1.1}
+    made = [record("pg19", policy, "perplexity", 0.0) for policy in means]
+    parts = {
+        policy: {name: {"nll": 1000 * (mean if name in ours else 9.0), "tokens": 1000.0} for name in names}
+        for policy, mean in means.items()
+    }
+    few = replace(record("pg19", "tova-head:64", "perplexity", 0.0), samples=1, parts=parts["full"])
+    write_records(tmp_path / "pg19.jsonl", [*(replace(one, parts=parts[one.policy]) for one in made), few])
+    run(reporting, monkeypatch, str(tmp_path / "pg19.jsonl"))
+    said = capsys.readouterr().out
+    over = np.exp(list(means.values())) - np.e
+    shares = [f"{over[4] / rival:.3f} [" for rival in (over[1], over[3], over[2])]
+    line = next(line for line in said.splitlines() if line.startswith("fade"))
+    assert f"{over[4]:.3f} [" in line
+    assert all(share in line for share in shares)
+    assert "tova-head" not in said  # of fewer samples than the others
 
 
 def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
