@@ -1,7 +1,9 @@
-"""One step in place, in plain PyTorch, equals the definition: every policy, scope, window, sinks, raggedness."""
+"""One step in place, in plain PyTorch and compiled, equals the definition: every policy, scope, window, sinks."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +36,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "wide window": {"window": 9},
 }
 HEADS, GROUPS, SIZE = 4, 2, 4
+
+
+@pytest.fixture(autouse=True, params=["eager", "compiled"])
+def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSRNN_OPS", request.param)
 
 
 def tokens(length: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,3 +123,85 @@ def test_slots_are_filled_from_the_lowest_and_none_is_left_at_the_end() -> None:
         step(query[:, :, t], key[:, :, t], value[:, :, t], keys, values, positions, None, slot, seen + t, made, how)
         assert slot.item() == expected
     assert positions.tolist() == [[[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("policy", ["tova:6", "h2o:6", "tova-query-head:5", "window+2:6"])
+def test_states_that_lie_anywhere(policy: str) -> None:
+    """Three of six states, of unequal age, with room between their parts: as each alone, and nobody else is touched."""
+    made, how, rows = parse(policy), Attention(0.7), torch.tensor([4, 0, 3])
+    query, key, value = tokens(24, 11, batch=6)
+    packed = State.empty(made, key, value, HEADS)
+    state = replace(packed, **{name: apart(tensor) for name, tensor in packed.tensors().items() if name != "seen"})
+    slot, ages = apart(torch.zeros(*state.positions.shape[:2], dtype=torch.int64)), torch.tensor([0, 9, 2])
+    alone = [State.empty(made, key[:1], value[:1], HEADS) for _ in rows]
+    for i, (row, age) in enumerate(zip(rows.tolist(), ages.tolist(), strict=True)):
+        if age:
+            recurrence.run(alone[i], *(tensor[row, None, :, :age] for tensor in (query, key, value)), made, how)
+            for name in ("keys", "values", "positions", "scores"):
+                if getattr(state, name) is not None:
+                    getattr(state, name)[row] = getattr(alone[i], name)[0]
+            slot[row] = min(age, state.positions.shape[2] - 1)
+    others = {name: tensor[[1, 2, 5]].clone() for name, tensor in state.tensors().items()}
+    share = state.keys.shape[1] // GROUPS
+    for turn in range(10):
+        now = ages + turn
+        new = [torch.stack([t[row, :, age] for row, age in zip(rows, now, strict=True)]) for t in (query, key, value)]
+        new[1:] = [tensor.repeat_interleave(share, 1) for tensor in new[1:]]
+        held = (state.keys, state.values, state.positions, state.scores, slot, now)
+        got = torch.empty(3, HEADS, SIZE, dtype=torch.float64)
+        assert step(*new, *held, made, how, rows, got) is got
+        for i, (row, age) in enumerate(zip(rows.tolist(), now.tolist(), strict=True)):
+            piece = (tensor[row, None, :, age, None] for tensor in (query, key, value))
+            want = recurrence.run(alone[i], *piece, made, how)[0, :, 0]
+            torch.testing.assert_close(got[i], want, rtol=0, atol=1e-9)
+            assert torch.equal(state.positions[row].sort(-1)[0], alone[i].positions[0].sort(-1)[0])
+    assert all(torch.equal(tensor[[1, 2, 5]], others[name]) for name, tensor in state.tensors().items())
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers in memory where every row is followed by something else."""
+    room = torch.full((len(tensor), tensor[0].numel() + 5), 77, dtype=tensor.dtype)[:, : tensor[0].numel()]
+    return room.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.01)])
+def test_narrow_numbers(dtype: torch.dtype, tolerance: float) -> None:
+    """Outputs of the first steps, while nobody leaves, are right to the dtype's precision."""
+    made, how = parse("h2o:14"), Attention(0.7)
+    query, key, value = (tensor.to(dtype) for tensor in tokens(13, 8))
+    state = State.empty(made, key, value, HEADS)
+    got = stepped(state, torch.zeros(1, GROUPS, dtype=torch.int64), query, key, value, made, how)
+    exact = reference.start(made, HEADS, GROUPS)
+    want = reference.run(exact, *(tensor[0].double() for tensor in (query, key, value)), made, how)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got[0].double(), want, rtol=0, atol=tolerance)
+
+
+def test_what_was_never_written_is_never_read(operations: None) -> None:
+    """Fresh memory may hold anything; only the compiled step promises more than finite numbers."""
+    if os.environ["MSRNN_OPS"] == "eager":
+        pytest.skip("plain PyTorch needs finite numbers in empty slots")
+    made, how = parse("h2o:6"), Attention(0.7)
+    query, key, value = tokens(12, 4)
+    clean, dirty = (State.empty(made, key, value, HEADS) for _ in range(2))
+    for tensor in (dirty.keys, dirty.values, dirty.scores):
+        assert tensor is not None
+        tensor.fill_(torch.nan)
+    want, got = (
+        stepped(state, torch.zeros(1, GROUPS, dtype=torch.int64), query, key, value, made, how)
+        for state in (clean, dirty)
+    )
+    assert torch.equal(want, got)
+
+
+def test_no_number_stays_no_number() -> None:
+    """A model that overflows must be seen to, and the state still has a place for the next token."""
+    made, how = parse("tova:6"), Attention(0.7)
+    query, key, value = tokens(12, 4)
+    query[:, :, 9] = torch.nan
+    state = State.empty(made, key, value, HEADS)
+    slot = torch.zeros(1, 1, dtype=torch.int64)
+    got = stepped(state, slot, query, key, value, made, how)
+    assert got[:, :, 9].isnan().all()
+    assert got[:, :, 10:].isfinite().all()
+    assert (state.positions >= 0).sum() == 6

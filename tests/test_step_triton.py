@@ -71,7 +71,8 @@ def advance(step: Any, state: State, slot: Tensor, seen: Tensor, *rest: Any) -> 
     """`rest`: query, key, value, policy, attention."""
     held = (state.keys, state.values, state.positions, state.scores, slot, seen)
     out: Tensor = step(*rest[:3], *held, *rest[3:])
-    state.seen += seen >= 0
+    if len(seen) == len(state.seen):
+        state.seen += seen >= 0
     return out
 
 
@@ -113,6 +114,33 @@ def case_equals_eager(policy: str, attention: str) -> None:
 
 def case_a_window_of_one_has_a_single_slot() -> None:
     steps("tova:3", Attention(0.4, window=1), (1, 2, 2))
+
+
+@pytest.mark.parametrize("policy", ["h2o:7", "tova-query-head:9", "window+2:6"])
+def case_states_that_lie_anywhere(policy: str) -> None:
+    """Two of four states, with room between them: as plain PyTorch leaves them, and nobody else is touched."""
+    made, how, rows = parse(policy), Attention(0.4), torch.tensor([3, 1])
+    query, key, value = (torch.randn(12, 2, n, 20, dtype=torch.float64) for n in (4, 4, 4))
+    if made.scope != "query_head":
+        key, value = key[:, :, :2], value[:, :, :2]
+    like = key.new_zeros(4, key.shape[2], 1, 20)
+    one = State.empty(made, like, like, 4)
+    slot, seen = torch.zeros(*one.positions.shape[:2], dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    two = one._map(apart)
+    other, two.seen = apart(slot), one.seen
+    for t in range(12):
+        want = advance(eager_step.step, one, slot, seen + t, query[t], key[t], value[t], made, how, rows)
+        held = (two.keys, two.values, two.positions, two.scores, other, seen + t)
+        got = gpu_step.step(query[t], key[t], value[t], *held, made, how, rows)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+        assert torch.equal(slot, other)
+        same(one, two)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers in memory where every row is followed by something else."""
+    room = torch.full((len(tensor), tensor[0].numel() + 5), 77, dtype=tensor.dtype)[:, : tensor[0].numel()]
+    return room.view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("policy, dtype", [("tova:6", torch.float16), ("h2o:20", torch.float32)])

@@ -15,6 +15,10 @@ HEADS, KV_HEADS, SIZE, TOKENS = 6, 3, 8, 30
 POLICIES = ("tova:7", "tova-head:7", "tova-query-head:7", "h2o:8", "h2o-layer:8", "window+2:7", "tova+2:7,last=1")
 
 
+class Spread(Attention):
+    """Heads that decide together with those of other processes: here there are none."""
+
+
 def layout(policy: str, dtype: torch.dtype = torch.float32) -> Layout:
     return Layout(parse(policy), HEADS, KV_HEADS, SIZE, SIZE, dtype)
 
@@ -38,11 +42,11 @@ def alone(policy: str, text: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_requests_in_blocks_answer_as_each_alone(policy, gathered):
+@pytest.mark.parametrize("kind", [Attention, Spread])
+def test_requests_in_blocks_answer_as_each_alone(policy, kind):
     """Prompts of unequal length in pieces, then steps together: every output equals one undisturbed reading."""
     of = layout(policy)
-    blocks, attention, made = of.carve(memory(of)), Attention(SIZE**-0.5), parse(policy)
+    blocks, attention, made = of.carve(memory(of)), kind(SIZE**-0.5), parse(policy)
     homes, read, given = [3, 1, 4], [19, 4, 0], texts(3)
     outputs = [[] for _ in given]
     for request, (home, prompt) in enumerate(zip(homes, read, strict=True)):
@@ -50,18 +54,15 @@ def test_requests_in_blocks_answer_as_each_alone(policy, gathered):
         for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
             if end > start:
                 news = [tensor[:, :, start:end] for tensor in given[request]]
-                outputs[request].append(recurrence.run(blocks.state(home, start), *news, made, attention))
+                outputs[request].append(recurrence.run(blocks.state(home, start, end - start), *news, made, attention))
     for turn in range(10):
         seen = torch.tensor(read) + turn
-        news = [
-            torch.cat([text[n][:, :, read[i] + turn][:, :, None] for i, text in enumerate(given)]) for n in range(3)
-        ]
-        longest = None if gathered else int(seen.max())
+        news = [torch.cat([text[n][:, :, read[i] + turn] for i, text in enumerate(given)]) for n in range(3)]
         index = torch.tensor(homes)
         blocks.clear_new(index, seen)
-        together = step(blocks, index, seen, longest, *news, made, attention)
+        together = step(blocks, index, seen, *news, made, attention)
         for request in range(3):
-            outputs[request].append(together[request : request + 1])
+            outputs[request].append(together[request : request + 1, :, None])
     for request, prompt in enumerate(read):
         expected = alone(policy, given[request])[:, :, : prompt + 10]
         torch.testing.assert_close(torch.cat(outputs[request], 2), expected, rtol=1e-5, atol=1e-5)
@@ -77,9 +78,9 @@ def test_a_request_of_single_tokens_begins_clean(policy):
     for turn in range(12):
         seen = torch.tensor([turn])
         blocks.clear_new(index, seen)
-        news = [tensor[:, :, turn : turn + 1] for tensor in text]
-        outputs.append(step(blocks, index, seen, turn, *news, parse(policy), Attention(SIZE**-0.5)))
-    torch.testing.assert_close(torch.cat(outputs, 2), alone(policy, text)[:, :, :12], rtol=1e-5, atol=1e-5)
+        news = [tensor[:, :, turn] for tensor in text]
+        outputs.append(step(blocks, index, seen, *news, parse(policy), Attention(SIZE**-0.5)))
+    torch.testing.assert_close(torch.stack(outputs, 2), alone(policy, text)[:, :, :12], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["tova:7", "h2o:8"])
@@ -87,10 +88,10 @@ def test_a_step_touches_no_other_block(policy):
     of = layout(policy)
     raw = memory(of)
     blocks, before = of.carve(raw), raw.view(torch.uint8).clone()
-    query, key, value = (tensor[:, :, :1] for tensor in texts(1)[0])
+    query, key, value = (tensor[:, :, 0] for tensor in texts(1)[0])
     index, seen = torch.tensor([2]), torch.tensor([0])
     blocks.clear_new(index, seen)
-    step(blocks, index, seen, 0, query, key, value, parse(policy), Attention(SIZE**-0.5))
+    step(blocks, index, seen, query, key, value, parse(policy), Attention(SIZE**-0.5))
     changed = (raw.view(torch.uint8) != before).flatten(1).any(1)
     assert changed.tolist() == [False, False, True, False, False]
 
@@ -99,7 +100,7 @@ def test_parts_do_not_overlap_and_fill_the_block():
     of = layout("h2o:8", torch.bfloat16)
     raw = memory(of, 2).view(torch.uint8)
     blocks = of.carve(raw.zero_().view(torch.bfloat16))
-    for part in (blocks.keys, blocks.values, blocks.positions, blocks.seen, blocks.scores):
+    for part in (blocks.keys, blocks.values, blocks.positions, blocks.slot, blocks.seen, blocks.scores):
         assert not part[1].any(), "an earlier part reaches into this one"
         part[1] = 1
     assert not raw[0].any(), "a part reaches into another request's block"

@@ -22,6 +22,8 @@ def step(
     seen: Tensor,
     policy: Policy,
     attention: Attention,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """query [B, H, D], key [B, E, D], value [B, E, V] -> [B, H, V]; the rest is the state, changed in place.
 
@@ -29,8 +31,12 @@ def step(
     needed), slot [B, U], seen [B]. Token `seen` goes into the empty `slot`, is attended to with all that is held, and
     what leaves is emptied; `slot` becomes the lowest empty one, where the next token goes, or -1 if there is none.
     A row whose `seen` or `slot` is -1 is inactive: nothing of it changes and its output is 0. Numbers in empty slots
-    must be finite. `seen` stays as it is.
+    must be finite. `seen` stays as it is. With `rows` [B], states lie anywhere among more of them: that of batch row i
+    is number rows[i] of `keys`, `values`, `positions`, `scores` and `slot`. The output goes to `out` if it is given.
     """
+    if rows is not None:
+        made = _elsewhere((query, key, value), (keys, values, positions, scores, slot), seen, policy, attention, rows)
+        return made if out is None else out.copy_(made)
     active = (seen >= 0) & (slot >= 0).all(1)
     at = slot.clamp(min=0)[:, :, None]
     now = torch.where(active, seen, -1)[:, None]
@@ -46,7 +52,25 @@ def step(
         scores.copy_(torch.where(here, scanned.scores, scores))
     slot.copy_(torch.where(active[:, None], _lowest_empty(positions), slot))
     grouped = scanned.weights.view(len(keys), keys.shape[1], -1, keys.shape[2])
-    return (grouped @ values.to(grouped.dtype)).view(*query.shape[:2], -1).to(values.dtype)
+    made = (grouped @ values.to(grouped.dtype)).view(*query.shape[:2], -1).to(values.dtype)
+    return made if out is None else out.copy_(made)
+
+
+def _elsewhere(
+    new: tuple[Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    seen: Tensor,
+    policy: Policy,
+    attention: Attention,
+    rows: Tensor,
+) -> Tensor:
+    """A step on copies of the states, which are then put back."""
+    held = [None if tensor is None else tensor.index_select(0, rows) for tensor in states]
+    output = step(*new, *held, seen, policy, attention)  # type: ignore[arg-type, call-arg]
+    for tensor, copy in zip(states, held, strict=True):
+        if tensor is not None and copy is not None:
+            tensor.index_copy_(0, rows, copy)
+    return output
 
 
 def _put(rows: Tensor, at: Tensor, new: Tensor, active: Tensor) -> None:

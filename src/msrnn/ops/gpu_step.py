@@ -49,21 +49,28 @@ def step(
     seen: Tensor,
     policy: Policy,
     attention: Attention,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `eager_step.step`. Nothing waits for the device, and a CUDA graph can hold it."""
     if positions.shape[2] > _WIDEST or (query.is_cuda and query.dtype == torch.float64):
-        return eager_step.step(query, key, value, keys, values, positions, scores, slot, seen, policy, attention)
-    _check(keys, values, positions, scores, slot, seen)
+        state = (keys, values, positions, scores, slot, seen)
+        return eager_step.step(query, key, value, *state, policy, attention, rows, out)
+    _check(keys, values, positions, scores, slot)
+    seen, rows = seen.contiguous(), None if rows is None else rows.contiguous()
+    memory = positions if scores is None else scores
     (batch, heads, _), (units, slots) = query.shape, positions.shape[1:]
     scored = not decides_by_age(policy, attention.window)
     cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], keys.element_size(), query.device)
     made = _memory(query, values, cut["SPLITS"], scored)
     new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     how = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": cut["SPLITS"], "UNITS": units}
+    how["INDEXED"] = rows is not None
     _attend[(batch * keys.shape[1], cut["SPLITS"])](
         *(*new, keys, values, positions, slot, seen, seen if attention.sinks is None else attention.sinks),
-        *(made.logits, made.tops, made.masses, made.parts),
+        *(seen if rows is None else rows, made.logits, made.tops, made.masses, made.parts),
         *(stride for tensor in new for stride in tensor.stride()[:2]),
+        *(tensor.stride(0) for tensor in (keys, values, positions, slot)),
         *(made.logits.shape[2], slots, cut["per"], attention.window or 0),
         SCALE=float(attention.scale),
         SOFTCAP=float(attention.softcap or 0),
@@ -75,7 +82,8 @@ def step(
     deciding, combining = batch * units, batch * heads if cut["SPLITS"] > 1 else 0
     _finish[(deciding + combining,)](
         *(made.logits, made.tops, made.masses, made.parts, made.output),
-        *(positions, positions if scores is None else scores, slot, seen),
+        *(positions, memory, slot, seen, seen if rows is None else rows),
+        *(positions.stride(0), memory.stride(0), slot.stride(0)),
         *(deciding, made.logits.shape[2], slots, _NOBODY.value if policy.capacity is None else policy.capacity),
         *(policy.first, policy.last, attention.window or 0),
         MOMENTUM=float(policy.momentum),
@@ -87,7 +95,7 @@ def step(
         **how,
         **_tile(heads // units, slots),
     )
-    return made.output
+    return made.output if out is None else out.copy_(made.output)
 
 
 class _Memory(NamedTuple):
@@ -113,7 +121,8 @@ def _memory(query: Tensor, values: Tensor, splits: int, scored: bool) -> _Memory
 
 
 def _check(*state: Tensor | None) -> None:
-    if not all(tensor is None or tensor.is_contiguous() for tensor in state):
+    """Anything may lie between the states of a batch, but nothing between the parts of one."""
+    if not all(tensor is None or tensor[0].is_contiguous() for tensor in state):
         raise ValueError("a state's tensors are changed in place: each must be contiguous, give whole buffers")
 
 
@@ -150,10 +159,10 @@ def _tile(members: int, slots: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["slots", "per", "window"])
 def _attend(
-    query, key, value, keys, values, positions, slot, seen, sinks, logits, tops, masses, parts,
-    query_b, query_h, key_b, key_h, value_b, value_h, pitch, slots, per, window,
+    query, key, value, keys, values, positions, slot, seen, sinks, states, logits, tops, masses, parts,
+    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, slot_b, pitch, slots, per, window,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
-    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr,
+    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -161,17 +170,17 @@ def _attend(
     stored = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     b, e = stored // STORED, stored % STORED
-    unit = b * UNITS + e // (STORED // UNITS)
-    now, spot = tl.load(seen + b), tl.load(slot + unit)
+    home, unit = _home(states, b, INDEXED), e // (STORED // UNITS)
+    now, spot = tl.load(seen + b), tl.load(slot + home * slot_b + unit)
     active = (now >= 0) & (spot >= 0)
     r, d, v = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, VP)
     h = b * (STORED * GROUP) + e * GROUP + r  # over the whole batch
     mine = r < GROUP
     at = query + b * query_b + (e * GROUP + r)[:, None] * query_h + d[None, :]
     asked = tl.load(at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
-    keys += stored * slots * D
-    values += stored * slots * V
-    positions += unit * slots
+    keys += home * keys_b + e * slots * D
+    values += home * values_b + e * slots * V
+    positions += home * positions_b + unit * slots
     here = (share == 0) & active  # the first share has the newcomer and the sink
     new_key = tl.load(key + b * key_b + e * key_h + d, mask=d < D, other=0.0)
     new_value = tl.load(value + b * value_b + e * value_h + v, mask=v < V, other=0.0)
@@ -206,6 +215,15 @@ def _attend(
         tl.store(masses + h * SPLITS + share, whole, mask=mine)
     to = parts + (h * SPLITS + share)[:, None] * V + v[None, :]
     tl.store(to, mixed.to(parts.dtype.element_ty), mask=mine[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def _home(states, b, INDEXED: tl.constexpr):
+    """Which of all states is that of row b."""
+    home = b
+    if INDEXED:
+        home = tl.load(states + b)
+    return home
 
 
 @triton.jit
@@ -322,10 +340,10 @@ def _many(
 
 @triton.jit(do_not_specialize=["deciding", "slots", "capacity", "first", "last", "window"])
 def _finish(
-    logits, tops, masses, parts, output, positions, scores, slot, seen,
+    logits, tops, masses, parts, output, positions, scores, slot, seen, states, positions_b, scores_b, slot_b,
     deciding, pitch, slots, capacity, first, last, window,
     MOMENTUM: tl.constexpr, MEMORY: tl.constexpr, MEMBERS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr,
+    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """The first programs decide for a unit each, the others put a head's shares together."""
@@ -333,8 +351,11 @@ def _finish(
     if program >= deciding:
         _combine(tops, masses, parts, output, program - deciding, SPLITS, SHARES, V, VP)
     else:
-        positions += program * slots
-        now, spot = tl.load(seen + program // UNITS), tl.load(slot + program)
+        b, unit = program // UNITS, program % UNITS
+        home = _home(states, b, INDEXED)
+        positions += home * positions_b + unit * slots
+        slot += home * slot_b + unit
+        now, spot = tl.load(seen + b), tl.load(slot)
         born = _shifted(positions, spot, slots, -1, WIDE).to(tl.int32)
         score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
         if SCORED:
@@ -343,12 +364,14 @@ def _finish(
             )
         active = (now >= 0) & (spot >= 0)
         if MEMORY:
-            score = _remember(scores + program * slots, born, score, new, spot, active, slots, MOMENTUM, WIDE)
+            score = _remember(
+                scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, MOMENTUM, WIDE
+            )
         now, spot = now.to(tl.int32), spot.to(tl.int32)
         free_slot = _choose(
             positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
         )
-        tl.store(slot + program, free_slot.to(tl.int64), mask=active)
+        tl.store(slot, free_slot.to(tl.int64), mask=active)
 
 
 @triton.jit

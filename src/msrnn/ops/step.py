@@ -1,4 +1,4 @@
-"""`step`, one token of every row through the recurrence, chosen once by device: plain PyTorch, or Triton on a GPU."""
+"""`step`, one token of every row through the recurrence, chosen once by device: plain PyTorch, Numba or Triton."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ def step(
     seen: Tensor,
     policy: Policy,
     attention: Attention,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One token in place; see `eager_step.step` for the meaning of every argument."""
-    if query.device.type != "cuda" or not compiled("cuda"):
-        return eager_step.step(query, key, value, keys, values, positions, scores, slot, seen, policy, attention)
+    given = (query, key, value, keys, values, positions, scores, slot, seen, policy, attention, rows, out)
+    device = query.device.type
+    if device not in ("cpu", "cuda") or not compiled(device):
+        return eager_step.step(*given)
+    if device == "cpu":
+        from . import cpu_step
+
+        return cpu_step.step(*given)
     from . import gpu_step
 
-    return gpu_step.step(query, key, value, keys, values, positions, scores, slot, seen, policy, attention)
+    return gpu_step.step(*given)

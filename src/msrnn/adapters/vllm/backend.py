@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from vllm.v1.attention.backend import (
 
 from ...policy import Policy
 from . import metrics
+from .batch import Batch, batch_of
 from .plugin import Refused
 from .spec import BoundedSpec, bounded
 
@@ -52,7 +52,7 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True  # our own; others are refused
 
     @classmethod
     def customize_spec(cls, spec: Any) -> BoundedSpec:
@@ -74,19 +74,8 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
 
 
 @dataclass
-class Metadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch: requests with one new token come first, then those with more.
-
-    blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin).
-    """
-
-    steps: int
-    longest: int
-    blocks: Tensor
-    seen: Tensor
-    starts: list[int]
-    block_list: list[int]
-    seen_list: list[int]
+class Metadata(Batch, AttentionMetadata):  # type: ignore[misc]
+    """A batch, as vLLM hands it to every layer."""
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
@@ -105,16 +94,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         common = common_attn_metadata
-        starts = common.query_start_loc_cpu.tolist()
-        lengths = [end - start for start, end in pairwise(starts)]
-        steps = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
         blocks, seen = common.block_table_tensor[:, 0].long(), common.compute_num_computed_tokens().long()
-        on_host = steps < len(lengths) or blocks.device.type == "cpu"  # a batch of steps needs no word from the device
-        block_list, seen_list = (blocks.tolist(), seen.tolist()) if on_host else ([], [])
-        longest = max(seen_list[:steps], default=0)
-        if self.counts and on_host:
-            self.count(blocks, seen_list, starts[-1])
-        return Metadata(steps, longest, blocks, seen, starts, block_list, seen_list)
+        made = Metadata(**vars(batch_of(blocks, seen, common.query_start_loc_cpu.tolist())))
+        if self.counts and made.seen_list:
+            self.count(blocks, made.seen_list, made.starts[-1])
+        return made
 
     def count(self, blocks: Tensor, seen: list[int], tokens: int) -> None:
         """Publish what the requests of this batch hold now."""

@@ -21,7 +21,10 @@ _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True)
 class Layout:
-    """The state of one layer and one request: keys, values, positions, scores (where there is memory) and `seen`."""
+    """The state of one layer and one request: keys, values, positions, scores where there is memory, `slot`, `seen`.
+
+    `slot` is where the next token goes, for every unit.
+    """
 
     policy: Policy
     heads: int
@@ -42,6 +45,7 @@ class Layout:
             "keys": ((stored, room, self.key_size), self.dtype),
             "values": ((stored, room, self.value_size), self.dtype),
             "positions": ((deciders, room), torch.int64),
+            "slot": ((deciders,), torch.int64),
             "seen": ((), torch.int64),
         }
         if self.policy.momentum > 0 and not decides_by_age(self.policy, None):
@@ -60,22 +64,28 @@ class Layout:
             end = start + prod(shape) * dtype.itemsize
             views[name] = raw[:, start:end].view(dtype).view(len(raw), *(shape or (1,)))
             start += _aligned(shape, dtype)
-        return Blocks(views["keys"], views["values"], views["positions"], views["seen"][:, 0], views.get("scores"))
+        seen, scores = views["seen"][:, 0], views.get("scores")
+        return Blocks(views["keys"], views["values"], views["positions"], views["slot"], seen, scores)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """All blocks of a layer: keys [M, E, S, D], values [M, E, S, V], positions [M, U, S], seen [M], scores or None."""
+    """All blocks of a layer: keys [M, E, S, D], values [M, E, S, V], positions [M, U, S], slot [M, U], seen [M].
+
+    scores [M, U, S], or None where there is no memory.
+    """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
+    slot: Tensor
     seen: Tensor
     scores: Tensor | None
 
     def clear(self, block: int | Tensor) -> None:
         """A new request begins here; what an earlier one left is forgotten."""
         self.positions[block] = -1
+        self.slot[block] = 0
         if self.scores is not None:
             self.scores[block] = 0
 
@@ -83,15 +93,17 @@ class Blocks:
         """index, seen [B]: the same for those of many requests that begin, without asking the device which."""
         new = (seen == 0)[:, None, None]
         self.positions[index] = torch.where(new, -1, self.positions[index])
+        self.slot[index] = torch.where(new[..., 0], 0, self.slot[index])
         if self.scores is not None:
             self.scores[index] = torch.where(new, 0, self.scores[index])
 
-    def state(self, block: int, seen: int) -> State:
-        """One request's state, in place: what the recurrence writes is in the block."""
+    def state(self, block: int, seen: int, coming: int) -> State:
+        """One request's state, in place: what the recurrence writes, with `coming` tokens, is in the block."""
         one = slice(block, block + 1)
         self.seen[one] = seen
         scores = None if self.scores is None else self.scores[one]
         limit = self.positions.shape[2]
+        self.slot[one] = min(seen + coming, limit - 1)  # after a chunk the empty slots are the last ones
         return State(self.keys[one], self.values[one], self.positions[one], scores, self.seen[one], limit, fed=seen)
 
 

@@ -10,13 +10,12 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from ... import recurrence
 from ...attention import Attention
 from . import refusals, settings
 from .backend import BoundedBackend, Metadata
+from .batch import attend
 from .block import Blocks, Layout
 from .shard import attention_of
-from .step import step
 
 
 class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
@@ -78,11 +77,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
             raise NotImplementedError("msrnn's attention does not quantise its output")
         if attn_metadata is None:  # vLLM warms up
             return output.zero_()
-        blocks = self.blocks(layer)
-        if attn_metadata.steps:
-            self._step(blocks, query, key, value, attn_metadata, output)
-        for row in range(attn_metadata.steps, len(attn_metadata.starts) - 1):
-            self._read(blocks, query, key, value, attn_metadata, row, output)
+        attend(self.blocks(layer), attn_metadata, query, key, value, self.policy, self.attention, output)
         return output
 
     def layout(self, layer: Any) -> Layout:
@@ -95,24 +90,3 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         if self._blocks is None or self._blocks[0] is not memory:
             self._blocks = memory, self.layout(layer).carve(memory)
         return self._blocks[1]
-
-    def _step(self, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, batch: Metadata, output: Tensor) -> None:
-        """One new token for each of the first requests; query, key and value hold one row for each."""
-        rows = slice(0, batch.steps)
-        index, seen = batch.blocks[rows], batch.seen[rows]
-        blocks.clear_new(index, seen)
-        query, key, value = (tensor[rows, :, None] for tensor in (query, key, value))
-        longest = batch.longest if batch.seen_list else None
-        output[rows] = step(blocks, index, seen, longest, query, key, value, self.policy, self.attention)[:, :, 0]
-
-    def _read(
-        self, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, batch: Metadata, row: int, output: Tensor
-    ) -> None:
-        """Several tokens of one request: a piece of its prompt."""
-        block, seen = batch.block_list[row], batch.seen_list[row]
-        if seen == 0:
-            blocks.clear(block)
-        part = slice(batch.starts[row], batch.starts[row + 1])
-        query, key, value = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
-        read = recurrence.run(blocks.state(block, seen), query, key, value, self.policy, self.attention)
-        output[part] = read[0].transpose(0, 1)

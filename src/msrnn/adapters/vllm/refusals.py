@@ -24,7 +24,7 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             config.speculative_config is not None,
             "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out",
         ),
-        (config.kv_transfer_config is not None, "KV connectors move blocks of tokens; leave --kv-transfer-config out"),
+        (_foreign(config.kv_transfer_config), "KV connectors move blocks of tokens; leave --kv-transfer-config out"),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -49,6 +49,11 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             "policy by head (tova-head, h2o) or window, or pipeline parallelism",
         ),
     ]
+
+
+def _foreign(transfer: Any) -> bool:
+    """Whether a KV connector was asked for that is not our own (`msrnn serve --prefix`)."""
+    return transfer is not None and transfer.kv_connector_module_path != "msrnn.adapters.vllm.connector"
 
 
 def check_layer(
