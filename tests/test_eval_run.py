@@ -222,7 +222,7 @@ def bundled():
 
 
 def test_a_pass_key_within_the_state_is_recalled_and_one_beyond_it_is_not(bundled, tmp_path):
-    given = {"task": "needle", "kinds": ["passkey"], "lengths": [256], "depths": [0.2], "repeats": 1, "new_tokens": 7}
+    given = {"task": "needle", "kinds": ["passkey"], "lengths": [256], "depths": [0.2], "repeats": 1, "new_tokens": 14}
     made = make_experiment(given | {"policies": ["full", "window+4:64"]}, tasks.settings())
     records = run(made, *bundled, tmp_path / "r.jsonl", quiet=True)
     assert [(record.policy, record.value) for record in records] == [("full", 1.0), ("window+4:64", 0.0)]

@@ -2,8 +2,7 @@
 
 `passkey` hides it among four sentences repeated over and over, `needle` in the pages of a book. What an eviction policy
 has dropped before the question comes cannot be recalled, so this is where a bounded state fails first; recall is shown
-by length and depth (0: the text's beginning, 1: its end). The answer is begun for the model, so that only the number is
-left to say. Intervals resample the hidden numbers.
+by length and depth (0: the text's beginning, 1: its end). Intervals resample the hidden numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ HIDDEN = {
     "passkey": "The pass key is {}. Remember it: {} is the pass key.",
     "needle": "The magic number of Zurich is {}.",
 }
-ASKED = {"passkey": "What is the pass key?", "needle": "What is the magic number of Zurich?"}
-BEGUN = {"passkey": "The pass key is", "needle": "The magic number of Zurich is"}
+ASKED = {
+    "passkey": "What is the pass key? Answer with the number only.",
+    "needle": "What is the magic number of Zurich? Answer with the number only.",
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def compose(tools: Tools, hidden: Hidden, hay: list[int], context: int | None) -
     """Exactly `length` tokens; for a shorter context the text, needle and all, is cut at its end."""
     opening, closing = tools.frame()
     head = tools.begin(opening + INTRO)
-    tail = tools.encode(f"\n\n{ASKED[hidden.kind]}{closing or chr(10)}{BEGUN[hidden.kind]}")
+    tail = tools.encode(f"\n\n{ASKED[hidden.kind]}\n{closing}")
     said = HIDDEN[hidden.kind]
     needle = tools.encode(f" {said.format(*[hidden.number] * said.count('{}'))}")
     room = hidden.length - len(head) - len(tail) - len(needle)
