@@ -15,6 +15,7 @@ from books import Sums, bootstrap, halves
 
 from msrnn.analysis.records import chosen, families, read_results
 
+LENGTH = 4096  # of a chunk: from there on nothing leaves
 RIVALS = (("tova", 1), ("h2o", 1), ("tova", 2))
 
 
@@ -35,7 +36,7 @@ def line(found: dict[tuple[str, int], Sums], name: str, capacity: int) -> str:
     full, mine = found["full", 0], found[name, capacity]
     cells = [_cell(bootstrap(lambda f, m: m - f, full, mine))]
     for rival, times in RIVALS:
-        theirs = found.get((rival, times * capacity))
+        theirs = found.get((rival, times * capacity)) if times * capacity < LENGTH else None
         share = theirs and bootstrap(lambda f, m, t: (m - f) / (t - f), full, mine, theirs)
         cells.append(_cell(share) if share else "")
     return f"{name:14} {capacity:5}  " + "  ".join(f"{cell:>26}" for cell in cells)
@@ -52,7 +53,7 @@ def main() -> None:
     titles = ("over full", "of tova's", "of h2o's", "of tova's at twice")
     print(f"{'policy':14} {'slots':>5}  " + "  ".join(f"{title:>26}" for title in titles))
     for name, capacity in found:
-        twin = ("tova", capacity) in found and capacity < 4096
+        twin = ("tova", capacity) in found and capacity < LENGTH
         if twin and name != "baseline":
             print(line(found, name, capacity))
 
