@@ -33,7 +33,8 @@ class Session:
         self.k, self.context = (16, 64) if self.small else (512, 4096)
         self.policy = f"tova:{self.k}"
         self.speed = measure.bandwidth(self.device)
-        self.shape, self.model, self.gate = "", None, "not run in this process"
+        passed = options.gate and options.gate.exists() and options.gate.read_text()
+        self.shape, self.model, self.gate = "", None, passed or "not run in this process"
         self.kept: dict[str, Record] = {}
         print(f"copy {self.speed / 1e12:.2f} TB/s", flush=True)
 
@@ -92,9 +93,11 @@ def _say(record: Record, spent: float) -> None:
 
 def check(s: Session) -> None:
     try:
-        s.gate = f"{gate.check(s.device, ('tova:16', 'full'))} checks passed"
+        s.gate = f"{gate.check(s.device, ('tova:16', 'h2o:16', 'full'))} checks passed"
     except gate.GateFailed as error:  # said with every figure: it must be mended before any of them counts
         s.gate = f"FAILED: {error}"
+    if s.options.gate:
+        s.options.gate.write_text(s.gate)
     print("gate:", s.gate, flush=True)
 
 
@@ -126,11 +129,23 @@ def decoding(s: Session, shape: str) -> None:
         lambda: decode.step(s.model, s.policy, same, s.context, **how),
         times_full=full,
     )
-    best = {"reading": full.get("reading")} if full and full["policy"] == "full" else {}
-    most = s.figure(f"{shape}: full, largest", lambda: decode.largest(s.model, "full", s.context, **how, **best))
+    most = s.figure(f"{shape}: full, largest", lambda: _largest_full(s, full, how))
     s.figure(
         f"{shape}: {s.policy}, largest", lambda: decode.largest(s.model, s.policy, s.context, **how), times_full=most
     )
+
+
+def _largest_full(s: Session, same: Record | None, how: Record) -> Record | None:
+    """The opponent at its largest batch: by PyTorch, and by our own kernel where that is faster at the same batch."""
+    ways = [("full", {"reading": "exact"})]
+    if same and same["policy"] != "full":
+        ways.append((same["policy"], {}))
+    found = [decode.largest(s.model, policy, s.context, **how, **more) for policy, more in ways]
+    made = [one for one in found if one is not None]
+    if not made:
+        return None
+    told = {one["reading"] or "our kernel": one["tokens_per_s"] for one in made}
+    return max(made, key=lambda one: float(one["tokens_per_s"])) | {"all_readings": told}
 
 
 def overhead(s: Session) -> None:
@@ -148,7 +163,7 @@ def overhead(s: Session) -> None:
 
 def latency(s: Session) -> None:
     how = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
-    for context in (1024, 4096, 16384) if not s.small else (32, 64):
+    for context in (1024, 2048, 4096, 16384, 65536, 131072) if not s.small else (32, 64):
         full = s.figure(f"full, batch 1, context {context}", lambda: decode.full_step(s.model, 1, context, **how))
         s.figure(
             f"{s.policy}, batch 1, context {context}",
@@ -163,34 +178,63 @@ def prompts(s: Session, steady: bool) -> None:
     what: dict[str, Any] = {"attention": "steady (query biases)" if steady else "flat (plain random weights)"}
     if steady:
         shapes.steady(s.model)
-    tag, chunk, lanes = "steady" if steady else "flat", 256 if not s.small else 16, 7 if not s.small else 2
-    long, many, step = (65536, 32, s.kept.get("step 1")) if not s.small else (256, 2, s.kept.get("step 1"))
-    for length, batch, runs in ((s.context, 1, 5), (s.context, many, 2), (long, 1, 2)):
+    tag, compiled = "steady" if steady else "flat", s.options.compiled
+    long, many = (65536, 32) if not s.small else (256, 2)
+    for length, batch, runs in ((s.context, 1, 5), (long, 1, 3), (s.context, many, 3)):
         name, full = f"{tag} prefill {length} x {batch}", s.kept.get(f"full {length} {batch}")
         if full is None:
-            ways = {"backends": ("flash", "cudnn") if length != long else ("flash",), "runs": runs}
-            full = s.figure(f"{name}: full", lambda: prefill.fastest_full(s.model, batch, length, **ways), **what)
+            full = s.figure(f"{name}: full", lambda: _full_prompt(s, batch, length, runs), **what)
             s.kept[f"full {length} {batch}"] = full or {}
-        how = {"chunk": chunk, "runs": runs}
         if batch == 1:
-            stepping = {"median_s": step["median_s"] * length} if step else None
-            s.figure(
-                f"{name}: {s.policy}, wavefront",
-                lambda: prefill.wavefront(s.model, s.policy, batch, length, lanes=lanes, **how),
-                times_full=full, times_stepping=stepping, **what,
+            how = {"runs": runs, "compiled": compiled} | ({"chunk": 16, "lanes": 2} if s.small else {})
+            found = s.figure(
+                f"{name}: {s.policy}, wavefront", lambda: prefill.wavefront(s.model, s.policy, length, **how),
+                times_full=full, **what,
             )  # fmt: skip
-        if length != long:
+            _stepping(s, found, what)
+        if length != long and not (steady and batch == 1):
+            how = {"chunk": 256 if not s.small else 16, "runs": runs}
             s.figure(
                 f"{name}: {s.policy}", lambda: prefill.bounded(s.model, s.policy, batch, length, **how),
                 times_full=full, **what,
             )  # fmt: skip
 
 
+def _full_prompt(s: Session, batch: int, length: int, runs: int) -> Record | None:
+    """The faster of flash and cuDNN, as the model is and with torch.compile between its matmuls."""
+    backends = ("flash", "cudnn") if batch == 1 and length == s.context else ("cudnn",)
+    plain = prefill.fastest_full(s.model, batch, length, backends=backends, runs=runs)
+    if plain is None or not s.options.compiled or batch > 1:
+        return plain
+    fused = prefill.full(s.model, batch, length, backend=plain["backend"], runs=runs, compiled=True)
+    told = plain["all_backends"] | {f"{plain['backend']}, compiled": fused["median_s"]}
+    return min((plain, fused), key=lambda one: float(one["median_s"])) | {"all_backends": told}
+
+
+def _stepping(s: Session, found: Record | None, what: Record) -> None:
+    """The wavefront beside as many decoding steps as the prompt has tokens."""
+    step = s.kept.get("step 1") or _earlier(s.options.out, f"{s.policy}, batch 1")
+    if found is None or not step or found["length"] != s.context:
+        return
+    stepping = step["median_s"] * found["length"]
+    derived = {"stepping_s": stepping, "wavefront_s": found["median_s"], "times_faster": stepping / found["median_s"]}
+    derived["derived"] = f"{found['length']} x the median step at batch 1, over the wavefront's median"
+    s.figure(f"stepping {found['length']} tokens through graphs against the wavefront", lambda: derived, **what)
+
+
+def _earlier(path: Path, figure: str) -> Record | None:
+    """A figure that another process wrote into the same file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((record for record in map(json.loads, reversed(lines)) if record.get("figure") == figure), None)
+
+
 def memory(s: Session) -> None:
+    """How far memory rises above weights and graphs, the graphs of rounds being made by a first reading."""
     for length in (4096, 131072) if not s.small else (64, 256):
+        how = {"chunk": 16, "lanes": 2} if s.small else {}
         s.figure(
-            f"peak memory, prefill {length} x 1: {s.policy}",
-            lambda: prefill.bounded(s.model, s.policy, 1, length, chunk=256, runs=1),
+            f"peak memory, prefill {length} x 1: {s.policy}, wavefront",
+            lambda: prefill.wavefront(s.model, s.policy, length, runs=1, **how),
         )
 
 
@@ -234,20 +278,6 @@ def profile(s: Session) -> None:
             print(f"   {kernel['us']:8} us x{kernel['count']:<5} {kernel['kernel'][:70]}", flush=True)
 
 
-def rest(s: Session) -> None:
-    """A long prompt with several sizes of the wavefront."""
-    what: dict[str, Any] = {"attention": "flat (plain random weights)"}
-    long = 65536 if not s.small else 256
-    ways = {"backends": ("cudnn",), "runs": 2}
-    full = s.figure(f"flat prefill {long} x 1: full", lambda: prefill.fastest_full(s.model, 1, long, **ways), **what)
-    for chunk, lanes in ((256, 7), (512, 7), (512, 4)) if not s.small else ((16, 2),):
-        s.figure(
-            f"flat prefill {long} x 1: {s.policy}, wavefront of {lanes} x {chunk}",
-            lambda: prefill.wavefront(s.model, s.policy, 1, long, chunk=chunk, lanes=lanes, runs=2),
-            times_full=full, **what,
-        )  # fmt: skip
-
-
 PARTS: dict[str, Callable[[Session], None]] = {
     "gate": check,
     "compile": compiling,
@@ -260,7 +290,6 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "decode3": lambda s: decoding(s, "llama-3-8b"),
     "generate": record_of_generate,
     "profile": profile,
-    "rest": rest,
 }
 
 
@@ -273,6 +302,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--gate", type=Path, help="where the part `gate` leaves its result for later processes")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     session = Session(options)

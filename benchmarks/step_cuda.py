@@ -362,7 +362,7 @@ def kernels() -> None:
                     stepped(*state, new, policy, 0.1)
             torch.cuda.synchronize()
         for row in profiled.key_averages():
-            if row.key in ("_attend", "_finish"):
+            if row.key in ("attend", "finish"):
                 us = row.device_time_total / row.count
                 record("kernel", name=row.key, kv_heads=kv_heads, batch=batch, us=us, count=row.count)
 

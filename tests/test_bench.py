@@ -134,6 +134,17 @@ def test_queries_can_be_made_steady():
     assert bias[:, :, 5:].abs().mean() > 1
 
 
+def test_the_opponent_compiled_is_the_same_model(monkeypatch):
+    whole, seen = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *a, **more: seen.append(a) or whole(*a, **more | {"backend": "eager"}))
+    model = shapes.make("tiny", torch.float32, "cpu")
+    found = prefill.full(model, 1, 24, runs=1, backend="any", compiled=True)
+    assert found["compiled"]
+    assert len(seen) == 2  # a layer each
+    prefill.full(model, 1, 24, runs=1, backend="any")
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [

@@ -173,6 +173,47 @@ def test_generate_in_every_way(capsys, story, tiny):
     assert json.loads(text("--policy", "tova:20MiB", "--dtype", "bfloat16", "--json"))["capacity"] > 1000
 
 
+def test_generate_by_the_engine(capsys, story, tiny):
+    """The way of a GPU, without its graphs: the same text and the same facts as transformers' generate gives."""
+
+    def made(*options: str) -> dict[str, Any]:
+        common = ("--model", tiny, "--policy", "tova:16", "--max-new-tokens", "9", "--json", "-q")
+        code, said, err = called(capsys, "generate", "-f", story, *common, *options)
+        assert (code, err) == (0, "")
+        return json.loads(said)
+
+    untimed = ("seconds", "read_seconds", "tokens_per_second", "peak_bytes")
+    for options in ((), ("--policy", "full"), ("--policy", "window+2:24"), ("--max-new-tokens", "1")):
+        plain, engine = ({k: v for k, v in made(*options, "--engine", how).items() if k not in untimed}
+                         for how in ("off", "on"))  # fmt: skip
+        assert engine == plain
+    sampled = ("--engine", "on", "--temperature", "3", "--top-k", "400", "--top-p", "0.99")
+    one, again, other = (made(*sampled, "--seed", seed)["text"] for seed in ("1", "1", "2"))
+    assert one == again != other
+    assert made(*sampled)["text"] != made(*sampled)["text"]  # without a seed, another each time
+    narrow = ("--engine", "on", "--temperature", "3", "--top-k", "1")
+    assert made(*narrow)["text"] == made()["text"]
+
+
+def test_generate_by_the_engine_as_it_is_written(capsys, story, tiny):
+    common = ("generate", "-f", story, "--model", tiny, "--policy", "tova:16", "--max-new-tokens", "9")
+    code, whole, _ = called(capsys, *common, "-q")
+    assert code == 0
+    code, said, notes = called(capsys, *common, "--engine", "on", "--stream")
+    assert (code, said) == (0, whole)
+    assert "wrote 9 in" in notes
+    assert "16 held" in notes
+
+
+@pytest.mark.parametrize(
+    "option", [("--num-beams", "2"), ("--repetition-penalty", "1.2"), ("--prompt-mode", "oneshot")]
+)
+def test_what_only_transformers_does_is_not_asked_of_the_engine(capsys, tiny, option):
+    code, _, err = called(capsys, "generate", "a b", "--model", tiny, "--engine", "on", *option)
+    assert code == 2
+    assert f"msrnn's engine has no {option[0]}" in err
+
+
 def test_generate_with_a_profile(capsys, story, tiny, tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps({"capacities": [4, 36, 8]}))
     options = ("--model", tiny, "--max-new-tokens", "2", "--json", "--profile", str(tmp_path / "profile.json"))

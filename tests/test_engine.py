@@ -59,10 +59,44 @@ def test_long_prompts_are_read_in_pieces(llama):
 def test_a_long_prompt_alone_goes_in_a_wavefront(llama, monkeypatch):
     model, texts = llama(), prompts(80, 5)
     engine = Engine(model, "tova:8", batch=1, chunk=6, wavefront=True)
-    rounds, whole = [], engine.front._round
+    engine.front.lanes = 4
+    rounds, heard, whole = [], [], engine.front._round
     monkeypatch.setattr(engine.front, "_round", lambda *given: rounds.append(given[0]) or whole(*given))
-    assert engine.generate(texts, max_new_tokens=6) == [plainly(model, "tova:8", text, 6) for text in texts]
-    assert rounds == [7, 5]
+    want = [plainly(model, "tova:8", text, 6) for text in texts]
+    assert engine.generate(texts, max_new_tokens=6, on_read=heard.append) == want
+    assert rounds == [8, 4]
+    assert heard == [8, 48, 24, 5]
+
+
+def test_a_few_long_prompts_go_in_a_wavefront_one_by_one(llama, monkeypatch):
+    model, texts = llama(), prompts(60, 20, 70)
+    want = [plainly(model, "tova:8", text, 6) for text in texts]
+    engine = Engine(model, "tova:8", batch=2, chunk=6, wavefront=True)
+    read, whole = [], engine.front.read
+    monkeypatch.setattr(engine.front, "read", lambda ids, told: read.append(ids.shape[1]) or whole(ids, told))
+    assert engine.generate(texts, max_new_tokens=6) == want
+    assert read == [60, 70]
+    assert Engine(model, "tova:8", batch=3, chunk=6, wavefront=True).generate(texts, max_new_tokens=6) == want
+    assert read == [60, 70]  # of three at once, none
+
+
+def test_who_reads_in_a_wavefront(llama):
+    model = llama()
+    assert Engine(model, "tova:8").front is None  # not on a CPU, unless it is asked for
+    assert Engine(model, "full", length=64, wavefront=True).front is None
+    engine = Engine(model, "tova:8", wavefront=True, chunk=6)
+    assert engine._in_wavefront(50)
+    assert not engine._in_wavefront(49)
+    engine._long = 100  # as on a GPU, where a graph must be captured first
+    assert not engine._in_wavefront(99)
+    assert engine._in_wavefront(100)
+
+
+def test_everyone_hears_how_much_of_his_prompt_is_read(llama):
+    heard = {20: [], 7: [], 13: []}
+    engine = Engine(llama(), "tova:8", batch=3, piece=8)
+    list(engine.run(Request(p, max_new_tokens=1, on_read=heard[len(p)].append) for p in prompts(20, 7, 13)))
+    assert heard == {20: [8, 8, 4], 7: [3, 4], 13: [1, 8, 4]}
 
 
 def test_one_policy_per_layer(llama):
@@ -139,12 +173,27 @@ def test_draws_depend_on_the_seed_alone(llama):
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).expand(20_000, -1)
     heat, top_p = torch.full((20_000,), 0.8), torch.full((20_000,), 0.85)
-    drawn = pick(logits, heat, top_p, torch.full((20_000,), 3), torch.arange(20_000))
+    all_of_them, seed = torch.zeros(20_000, dtype=torch.int64), torch.full((20_000,), 3)
+    drawn = pick(logits, heat, all_of_them, top_p, seed, torch.arange(20_000))
     share = (logits[0] / 0.8).softmax(0)
     kept = share * torch.tensor([0, 1, 1, 0, 1])  # 0.48, 0.26 and 0.14: the first three reach 0.85
     found = drawn.bincount(minlength=5) / 20_000
     assert torch.allclose(found, kept / kept.sum(), atol=0.015)
     assert found[0] == found[3] == 0
+
+
+def test_draws_from_the_likeliest_few():
+    """As transformers does it: the share that `top_p` asks for is one of these few."""
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).expand(20_000, -1)
+    count = torch.arange(20_000)
+    top_k, top_p = torch.where(count < 10_000, 3, 2), torch.where(count < 10_000, 1.0, 0.6)
+    drawn = pick(logits, torch.ones(20_000), top_k, top_p, torch.full((20_000,), 3), count)
+    share = logits[0].softmax(0)
+    found = drawn[:10_000].bincount(minlength=5) / 10_000
+    three = share * torch.tensor([0, 1, 1, 0, 1])
+    assert torch.allclose(found, three / three.sum(), atol=0.02)
+    assert found[0] == found[3] == 0
+    assert drawn[10_000:].unique().tolist() == [1]  # 0.62 of the two likeliest: enough by itself
 
 
 def test_random_numbers_are_even_and_unrelated():
@@ -230,6 +279,8 @@ def test_memory_is_that_of_the_capacity(llama):
         (lambda m: Request([1], max_new_tokens=0), "max_new_tokens is 0"),
         (lambda m: Request([1], temperature=-1), "temperature is -1"),
         (lambda m: Request([1], top_p=0), "top_p is 0"),
+        (lambda m: Request([1], top_k=0), "top_k is 0"),
+        (lambda m: Engine(m, "tova:8", chunk=0), "chunk is 0"),
         (lambda m: Request([1], seed=-1), "seed is -1"),
         (lambda m: Request([1], stops=range(17)), "17 end tokens"),
         (lambda m: Engine(m, "tova:8").generate([[64]]), "the model knows 0 to 63"),

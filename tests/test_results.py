@@ -19,7 +19,7 @@ from PIL import Image
 
 from msrnn.analysis.compare import excess
 from msrnn.analysis.records import families, family, newest, read_results
-from msrnn.analysis.speed import speeds
+from msrnn.analysis.speed import _comparable, speeds
 from msrnn.analysis.style import apart, looks
 from msrnn.analysis.table import perplexity_table, speed_table, tables, words_table
 from msrnn.cli import main
@@ -102,6 +102,27 @@ def test_rows_of_msrnn_bench_are_results(tmp_path: Path) -> None:
     assert found["table tokens/s"].value == 100
     assert found["state bytes"].value == 100
     assert found["table tokens/s"].settings == {"batch": 8}
+
+
+def test_an_opponent_by_our_own_kernel_is_full(tmp_path: Path) -> None:
+    row = {"kind": "step", "policy": "window:99", "batch": 1, "context": 100, "tokens_per_s": 100.0, "median_s": 0.01}
+    row |= {"shape": "tiny", "all_readings": {"exact": 0.02, "our kernel": 0.01}, "runs_s": [0.0125, 0.01, 0.005]}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
+    (one,) = read_results([tmp_path / "b.jsonl"])
+    assert one.policy == "full"
+    assert "window:99" in one.settings["reading"]
+    assert (one.low, one.high, one.samples) == (80, 200, 3)
+
+
+def test_bars_are_of_what_both_have_done_each_once() -> None:
+    cells = ({"batch": 1}, {"batch": 2})
+    full, tova = (
+        [record("benchmark", policy, "step tokens/s", 100.0, cell=cell) for cell in cells]
+        for policy in ("full", "tova:256")
+    )
+    again = replace(tova[0], value=120.0, date="2999-01-01T00:00:00+00:00")
+    drawn = _comparable(speeds([full[0], full[1], again, tova[0]]))
+    assert sorted(mark.value for mark in drawn) == [100, 120]
 
 
 def test_speeds_behind_a_failed_check_are_told_and_not_drawn() -> None:

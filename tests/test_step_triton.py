@@ -163,6 +163,16 @@ def case_one_program_per_head(policy: str, heads: tuple[int, int], monkeypatch: 
     steps(policy, Attention(0.4), (1, *heads))
 
 
+@pytest.mark.parametrize("policy, notes", [("tova:20", 2), ("h2o:18", 2), ("window:17", 0)])
+def case_decided_beside_the_model(policy: str, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches instead of one, and notes that are used again; not where age decides."""
+    monkeypatch.setattr(gpu_step, "_FEW", (32, 4, 8))
+    side = gpu_step.Side(torch.device("cpu"))
+    with side:
+        steps(policy, Attention(0.4), (1, 2, 2))
+    assert len(side.notes) == notes
+
+
 def case_all_equal_the_oldest_leaves() -> None:
     policy, attention = parse("tova:5"), Attention(0.0)
     zeros = torch.zeros(1, 1, 16, dtype=torch.float64)

@@ -13,18 +13,31 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("policy", ["tova:8", "window+2:8", "h2o:8", ["tova:5", "h2o:9", "window:7"]])
 def test_rounds_are_the_recurrence(llama, policy):
-    rnn = RNN(llama(), policy, chunk=6, piece=1000)
-    front = Wavefront(rnn, batch=2, lanes=3)
+    rnn = RNN(llama(), policy, piece=1000)
+    front = Wavefront(rnn, chunk=6, lanes=3, laps=2)
     assert front.before == max(p.capacity for p in rnn.plan.policies)
-    for seed, length in ((1, 70), (2, 47), (3, 33)):  # the second begins again in the memory of the first
-        ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(seed))
+    for seed, length in ((1, 70), (2, 47), (3, 33), (4, 10), (5, 3)):  # each begins again in the memory of the last
+        ids = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(seed))
         want, state = rnn.step(ids, rnn.start())
-        got, cache = front.read(ids)
+        heard = []
+        got, cache = front.read(ids, heard.append)
+        assert sum(heard) == length
         assert torch.allclose(got, want, atol=1e-4)
         for mine, theirs in zip(cache.bounded, state.cache.bounded, strict=True):
             assert torch.equal(mine.state.positions.sort().values, theirs.state.positions.sort().values)
             assert torch.equal(mine.state.seen, theirs.state.seen)
             assert mine.state.fed == theirs.state.fed == length
+
+
+def test_compiled_it_reads_the_same(llama, monkeypatch):
+    whole, made = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *a, **more: made.append(a) or whole(*a, backend="eager", **more))
+    rnn = RNN(llama(num_hidden_layers=2), "tova:8", piece=1000)
+    front = Wavefront(rnn, chunk=6, lanes=2, laps=2, compiled=True)
+    ids = torch.randint(0, 64, (1, 47), generator=torch.Generator().manual_seed(1))
+    want, _ = rnn.step(ids, rnn.start())
+    assert torch.allclose(front.read(ids)[0], want, atol=1e-4)
+    assert len(made) == 1
 
 
 def test_what_it_cannot_read_is_refused(llama):
@@ -33,9 +46,13 @@ def test_what_it_cannot_read_is_refused(llama):
         Wavefront(RNN(model, "full"))
     with pytest.raises(ValueError, match="lanes is 0"):
         Wavefront(RNN(model, "tova:8"), lanes=0)
-    front = Wavefront(RNN(model, "tova:8", chunk=6), lanes=2)
-    assert front.fits(1, 20)
-    assert not front.fits(1, 19)
-    assert not front.fits(2, 20)
-    with pytest.raises(ValueError, match="too few"):
-        front.read(torch.zeros(1, 19, dtype=torch.int64))
+    with pytest.raises(ValueError, match="laps is 0"):
+        Wavefront(RNN(model, "tova:8"), laps=0)
+
+
+def test_rounds_have_few_sizes(llama):
+    front = Wavefront(RNN(llama(), "tova:8"), chunk=6, lanes=3, laps=4)
+    assert front.fits(26)
+    assert not front.fits(25)
+    sizes = {chunks: front._size(6 * chunks + 5) for chunks in (0, 1, 3, 4, 5, 6, 11, 12, 13, 100)}
+    assert sizes == {0: 0, 1: 1, 3: 3, 4: 3, 5: 3, 6: 6, 11: 6, 12: 12, 13: 12, 100: 12}

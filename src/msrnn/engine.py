@@ -18,13 +18,19 @@ from transformers import PreTrainedModel
 
 from .adapters.hf import BoundedCache
 from .adapters.static import Reading, StaticCache
+from .fused import fused
+from .ops.step import side
 from .policy import PolicyLike
 from .recurrence import CHUNK
 from .rnn import PIECE, RNN
 from .sampling import pick
+from .wavefront import CHUNK as CHUNK_IN_WAVE
 from .wavefront import Wavefront
 
 TOGETHER = 32  # prompts that are read at once
+FEW = 2  # so many long ones are sooner read one by one in a wavefront than at once
+LONG = 49152  # tokens of a prompt from which on it pays to capture the graphs of the wavefront for it alone
+GPU_CHUNK = 256
 _STOPS = 16  # end tokens a request may have
 
 
@@ -32,17 +38,20 @@ _STOPS = 16  # end tokens a request may have
 class Request:
     """A prompt's token ids and how to go on from it. `stops`: end tokens, the model's own if None.
 
-    With a `temperature` above 0 tokens are drawn from the likeliest of total `top_p`, the same again for a `seed`.
-    `on_token` is called with each new token as it comes.
+    With a `temperature` above 0 tokens are drawn, the same again for a `seed`: from the `top_k` likeliest (None: all),
+    and of these from the likeliest of total `top_p`. `on_token` is called with each new token as it comes, `on_read`
+    with the number of the prompt's tokens that have just been read.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
     stops: Sequence[int] | None = None
     on_token: Callable[[int], None] | None = None
+    on_read: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -53,6 +62,8 @@ class Request:
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or None for all tokens")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 up, below 2**63")
         if len(self.stops or ()) > _STOPS:
@@ -93,7 +104,7 @@ class _Rows:
         def whole(*shape: int, value: int = 0) -> Tensor:
             return torch.full((batch, *shape), value, dtype=torch.int64, device=device)
 
-        self.token, self.left, self.seed, self.count = whole(), whole(), whole(), whole()
+        self.token, self.left, self.seed, self.count, self.top_k = (whole() for _ in range(5))
         self.emitted, self.stops = whole(value=-1), whole(_STOPS, value=-1)
         self.temperature, self.top_p = (torch.full((batch,), value, device=device) for value in (0.0, 1.0))
 
@@ -104,15 +115,21 @@ class _Rows:
         values: dict[str, list[Any]] = {
             "token": [job.tokens[-1] for job in jobs],
             "left": [request.max_new_tokens - 1 for request in asked],
-            "seed": [request.seed for request in asked],
             "count": [1 for _ in asked],
             "stops": padded,
-            "temperature": [request.temperature for request in asked],
-            "top_p": [request.top_p for request in asked],
         }
-        for name, value in values.items():
+        for name, value in (values | _sampling(asked)).items():
             mine = getattr(self, name)
             mine.index_copy_(0, rows, torch.tensor(value, dtype=mine.dtype, device=mine.device))
+
+
+def _sampling(requests: list[Request]) -> dict[str, list[Any]]:
+    return {
+        "temperature": [request.temperature for request in requests],
+        "top_k": [request.top_k or 0 for request in requests],
+        "top_p": [request.top_p for request in requests],
+        "seed": [request.seed for request in requests],
+    }
 
 
 class Engine:
@@ -125,34 +142,40 @@ class Engine:
         *,
         batch: int = 8,
         length: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         piece: int = PIECE,
         graphs: bool | None = None,
         compiled: bool = False,
         reading: Reading | None = None,
-        wavefront: bool = False,
+        wavefront: bool | None = None,
     ) -> None:
         """`graphs`: None means on a GPU. `compiled` lets torch.compile fuse what lies between the matmuls.
 
-        `reading`: how a full cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a
-        long prompt that is read alone has several chunks under way at once.
+        `chunk`: tokens of a prompt whose evictions are one scan; None is what is fastest here. `reading`: how a full
+        cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a long prompt that comes
+        alone has several chunks under way at once; None means on a GPU, where that is faster.
         """
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
         self.model, self.batch = model, batch
         known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.rnn = RNN(model, policy, length=length, chunk=chunk, piece=piece)
+        on_gpu = model.get_input_embeddings().weight.is_cuda
+        fastest = GPU_CHUNK if on_gpu else CHUNK
+        self.rnn = RNN(model, policy, length=length, chunk=fastest if chunk is None else chunk, piece=piece)
         endless = any(policy.capacity is None for policy in self.rnn.plan.policies)
         self.length = (length or known) if endless else None
-        self.graphs = self.rnn.device.type == "cuda" if graphs is None else graphs
-        if self.graphs and self.rnn.device.type != "cuda":
+        self.graphs = on_gpu if graphs is None else graphs
+        if self.graphs and not on_gpu:
             raise ValueError(f"CUDA graphs need a GPU, and the model is on {self.rnn.device}; leave graphs out")
-        self._call = _compiled(self._forward) if compiled else self._forward
+        self._call = fused(self._forward) if compiled else self._forward
         self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
         self.cache = StaticCache(state.cache, batch, self.length, reading)
-        self.rows = _Rows(batch, self.rnn.device)
-        self.front = Wavefront(self.rnn) if wavefront and not endless else None
+        self.rows, self._side = _Rows(batch, self.rnn.device), side(self.rnn.device)
+        wavefront, self._long = (self.graphs, LONG) if wavefront is None else (wavefront, 0)
+        self.front = None
+        if wavefront and not endless:
+            self.front = Wavefront(self.rnn, chunk=chunk or CHUNK_IN_WAVE, compiled=compiled)
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
         """The new tokens of every prompt, in order; `settings` are those of a Request."""
@@ -191,19 +214,35 @@ class Engine:
         return _Job(index, request, listed)
 
     def _admit(self, waiting: Iterator[_Job], jobs: dict[int, _Job]) -> Iterator[Finished]:
-        """Read prompts into rows until none is vacant or nobody waits; some requests end with their first token."""
+        """Read prompts into rows until none is vacant or nobody waits."""
         while vacant := [row for row in range(self.batch) if row not in jobs][:TOGETHER]:
             new = list(islice(waiting, len(vacant)))
             if not new:
                 return
-            tokens, read = self._prefill(new)
-            ended = [job.take(token) for job, token in zip(new, tokens, strict=True)]
-            yield from (end for end in ended if end is not None)
-            going = [i for i, end in enumerate(ended) if end is None]
-            if going:
-                rows = vacant[: len(going)]
-                self._seat(rows, [new[i] for i in going], read, going)
-                jobs.update(zip(rows, (new[i] for i in going), strict=True))
+            for group in self._groups(new):
+                yield from self._begin(group, vacant, jobs)
+
+    def _groups(self, new: list[_Job]) -> list[list[_Job]]:
+        """Who is read together: all, but of a few those that a wavefront reads alone."""
+        alone = [job for job in new if len(new) <= FEW and self._in_wavefront(len(job.request.prompt))]
+        others = [job for job in new if job not in alone]
+        return [*([job] for job in alone), *([others] if others else [])]
+
+    def _in_wavefront(self, length: int) -> bool:
+        if self.front is None or not self.front.fits(length):
+            return False
+        return bool(self.front.graphs) or length >= self._long
+
+    def _begin(self, new: list[_Job], vacant: list[int], jobs: dict[int, _Job]) -> Iterator[Finished]:
+        """Prompts go through the model into vacant rows; some requests end with their first token."""
+        tokens, read = self._prefill(new)
+        ended = [job.take(token) for job, token in zip(new, tokens, strict=True)]
+        yield from (end for end in ended if end is not None)
+        going = [i for i, end in enumerate(ended) if end is None]
+        if going:
+            rows = [vacant.pop(0) for _ in going]
+            self._seat(rows, [new[i] for i in going], read, going)
+            jobs.update(zip(rows, (new[i] for i in going), strict=True))
 
     def _seat(self, rows: list[int], jobs: list[_Job], read: BoundedCache, going: list[int]) -> None:
         """Row `going[i]` of what was read goes on in row `rows[i]` of the batch."""
@@ -216,23 +255,23 @@ class Engine:
 
     def _prefill(self, jobs: list[_Job]) -> tuple[list[int], BoundedCache]:
         """The first token of each, and the states after the prompts."""
-        ids, real = _padded([job.request.prompt for job in jobs], self.rnn.device)
-        if self.front is not None and self.front.fits(*ids.shape):
-            logits, read = self.front.read(ids)
-        else:
-            logits, read = self._read(ids, real)
         asked = [job.request for job in jobs]
-        heat = torch.tensor([request.temperature for request in asked], device=logits.device)
-        top_p = torch.tensor([request.top_p for request in asked], device=logits.device)
-        seed = torch.tensor([request.seed for request in asked], device=logits.device)
-        return pick(logits, heat, top_p, seed, torch.zeros_like(seed)).tolist(), read
+        ids, real = _padded([request.prompt for request in asked], self.rnn.device)
+        if self.front is not None and len(jobs) == 1 and self._in_wavefront(ids.shape[1]):
+            logits, read = self.front.read(ids, asked[0].on_read)
+        else:
+            logits, read = self._read(ids, real, asked)
+        how = {name: torch.tensor(value, device=logits.device) for name, value in _sampling(asked).items()}
+        return pick(logits, **how, count=torch.zeros_like(how["seed"])).tolist(), read
 
-    def _read(self, ids: Tensor, real: Tensor) -> tuple[Tensor, BoundedCache]:
+    def _read(self, ids: Tensor, real: Tensor, asked: list[Request]) -> tuple[Tensor, BoundedCache]:
         """Prompts of any lengths together, piece by piece."""
-        state, ragged = self.rnn.start(), not bool(real.all())
+        state, ragged, end = self.rnn.start(), not bool(real.all()), 0
         pieces = (torch.split(tensor, self.rnn.piece, 1) for tensor in (ids, real))
         for tokens, mask in zip(*pieces, strict=True):
             logits, state = self.rnn.step(tokens, state, mask if ragged else None)
+            start, end = end, end + tokens.shape[1]
+            _tell(asked, start, end, ids.shape[1])
         return logits, state.cache
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -248,9 +287,10 @@ class Engine:
         rows, seen = self.rows, self.cache.seen
         active = seen >= 0
         self.cache.begin()
-        logits = self._call(rows.token, seen.clamp(min=0))
+        with self._side:
+            logits = self._call(rows.token, seen.clamp(min=0))
         if sampled:
-            token = pick(logits, rows.temperature, rows.top_p, rows.seed, rows.count)
+            token = pick(logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.count)
         else:
             token = logits.float().argmax(-1)
         rows.emitted.copy_(torch.where(active, token, -1))
@@ -306,17 +346,6 @@ class _Emitted:
         return tokens
 
 
-def _compiled(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The same, fused between our attention calls; all layers share what is compiled, and so do all batches above 1."""
-    fused = torch.compile(forward, dynamic=True)
-
-    def call(tokens: Tensor, positions: Tensor) -> Tensor:
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):  # a layer's index is no reason for another
-            return fused(tokens, positions)
-
-    return call
-
-
 def _collect(emitted: _Emitted, jobs: dict[int, _Job]) -> Iterator[Finished]:
     """Hand a step's tokens to their requests; -1 is of a row that was idle."""
     for row, token in enumerate(emitted.ready()):
@@ -325,6 +354,14 @@ def _collect(emitted: _Emitted, jobs: dict[int, _Job]) -> Iterator[Finished]:
             if ended is not None:
                 del jobs[row]
                 yield ended
+
+
+def _tell(asked: list[Request], start: int, end: int, longest: int) -> None:
+    """Those who listen hear how many of their tokens are among these columns; padding is on the left."""
+    for request in asked:
+        begin = longest - len(request.prompt)
+        if request.on_read is not None and end > begin:
+            request.on_read(end - max(start, begin))
 
 
 def _padded(prompts: list[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,18 +11,20 @@ from torch import Tensor
 _MASK = (1 << 53) - 1
 
 
-def pick(logits: Tensor, temperature: Tensor, top_p: Tensor, seed: Tensor, count: Tensor) -> Tensor:
-    """logits [B, vocabulary], temperature (0: the likeliest), top_p, seed and count [B] -> [B]."""
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, count: Tensor) -> Tensor:
+    """logits [B, vocabulary], temperature (0: the likeliest), top_k (0: all), top_p, seed and count [B] -> [B]."""
     logits = logits.float()
-    drawn = _draw(logits, temperature, top_p, uniform(seed, count))
+    drawn = _draw(logits, temperature, top_k, top_p, uniform(seed, count))
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
 
 
-def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, at: Tensor) -> Tensor:
-    """The token at the share `at` [B] of the likeliest tokens that together have `top_p`."""
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, at: Tensor) -> Tensor:
+    """The token at the share `at` [B] of the likeliest `top_k` tokens, of these those that together have `top_p`."""
     heat = temperature.clamp(min=1e-6)[:, None]
     likely, order = torch.sort((logits - logits.amax(-1, keepdim=True)) / heat, dim=-1, descending=True, stable=True)
-    share = likely.softmax(-1)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    share = likely.masked_fill(~allowed, -torch.inf).softmax(-1)
     before = share.cumsum(-1) - share
     kept = share * (before < top_p[:, None])
     until = kept.cumsum(-1)

@@ -37,7 +37,7 @@ def throughput_and_memory(records: Sequence[Record], path: str | Path) -> Path:
     """Tokens per second and memory, from whatever was timed."""
     panels = [(speeds(records), "tokens per second", "speed"), (memory(records), "MiB", memory_title(records))]
     shown = [panel for panel in panels if panel[0]]
-    flat = all(len(line) < 3 for marks, _, _ in shown for line in _by_line(marks).values())
+    flat = all(len(_sizes(line)) < 3 for marks, _, _ in shown for line in _by_line(marks).values())
     tall = max(len(_comparable(marks)) for marks, _, _ in shown) if flat else 0
     figure = new_figure(1 + (8 if flat else 5.4) * len(shown), 1.3 + 0.28 * tall if flat else 4.4)
     axes_of = figure.subplots(1, len(shown), squeeze=False)[0]
@@ -138,9 +138,12 @@ def _name(axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _comparable(marks: Sequence[Mark]) -> list[Mark]:
-    """The kinds of work that full has done, too, if there is any; all else is in the table."""
-    kinds = {mark.kind for mark in marks if mark.record.policy == "full"}
-    return [mark for mark in marks if mark.kind in kinds] or list(marks)
+    """The kinds of work that full and others have done, if there are any, each bar once; all else is in the table."""
+    full = {mark.kind for mark in marks if mark.record.policy == "full"}
+    both = full & {mark.kind for mark in marks if mark.record.policy != "full"}
+    kept = [mark for mark in marks if mark.kind in (both or full)] or list(marks)
+    latest = {_bar_name(mark): mark for mark in sorted(kept, key=lambda mark: mark.record.date)}
+    return list(latest.values())
 
 
 def _bar_name(mark: Mark) -> str:
@@ -148,10 +151,16 @@ def _bar_name(mark: Mark) -> str:
     return f"{mark.record.policy}: {mark.kind}{lanes}" if mark.kind else mark.record.policy
 
 
+def _place(mark: Mark) -> tuple[object, ...]:
+    """By the kind of work, lengths and batches as numbers; full first."""
+    numbers = [value for value in mark.record.cell.values() if isinstance(value, int | float)]
+    return mark.record.metric, numbers, mark.record.policy != "full", mark.record.policy, _bar_name(mark)
+
+
 def _bars(axes: Axes, marks: Sequence[Mark], label: str, tall: int) -> None:
     """One bar for each policy and kind of work, as a multiple of full's where there is one, with its number."""
     marks = _comparable(marks)
-    ordered = sorted(marks, key=lambda mark: (mark.kind, mark.record.policy != "full", mark.record.policy))
+    ordered = sorted(marks, key=_place)
     look = looks(list(dict.fromkeys(family(mark.record.policy) for mark in ordered)))
     full = {mark.kind: mark.value for mark in ordered if mark.record.policy == "full"}
     relative = all(mark.kind in full for mark in ordered)

@@ -176,8 +176,12 @@ def conditions(found: Sequence[Record]) -> str:
         many = f"{_span(counts)} samples of {_span(groups)}" if found[0].task != "retention" else groups[-1]
         parts.append(f"{many} texts")
     parts.append(", ".join(sorted({one.machine for one in found})))
-    gates = sorted({str(one.settings["gate"]) for one in found if "gate" in one.settings})
-    parts += [f"check of the kernels: {gate}" for gate in gates]
+    gates = [str(one.settings["gate"]) for one in found if "gate" in one.settings]
+    if len(set(gates)) == 1:
+        parts.append(f"check of the kernels: {gates[0]}")
+    elif gates:
+        passed = sum(gate.endswith("checks passed") for gate in gates)
+        parts.append(f"the kernels were checked just before {passed} of {len(gates)} figures, see the table")
     return " · ".join(parts)
 
 

@@ -89,8 +89,8 @@ def _steps(policy: Policy, device: torch.device, dtype: torch.dtype, count: int 
 def _wavefront(text: str, device: torch.device) -> float:
     """The largest difference of the logits after a prompt read in rounds; infinite if other tokens survive."""
     rnn = RNN(make("tiny", torch.float32, str(device), initializer_range=0.3), text, chunk=16)
-    front, worst = Wavefront(rnn, lanes=3), 0.0
-    for length in (180, 131):  # rounds captured, replayed, and a shorter one
+    front, worst = Wavefront(rnn, chunk=16, lanes=3, laps=2), 0.0
+    for length in (260, 131):  # rounds captured, replayed, and shorter ones
         ids = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(length)).to(device)
         want, state = rnn.step(ids, rnn.start())
         got, read = front.read(ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..memory import Peak
 from ..rnn import PIECE, RNN
-from ..wavefront import LANES, Wavefront
+from ..wavefront import CHUNK, LANES, LAPS, Wavefront
 from .measure import Record, clear, seconds, timed
 
 
@@ -40,23 +41,46 @@ def exact(model: PreTrainedModel, policy: str, batch: int, length: int, *, chunk
     """The prompt through the recurrence as the engine reads it here: in a wavefront where that pays."""
     rnn = RNN(model, policy, chunk=chunk)
     bounded_only = all(each.capacity is not None for each in rnn.plan.policies)
-    if rnn.device.type == "cuda" and batch == 1 and bounded_only and Wavefront(rnn).fits(batch, length):
-        return wavefront(model, policy, batch, length, chunk=chunk, lanes=LANES, runs=runs)
+    if rnn.device.type == "cuda" and batch == 1 and bounded_only and Wavefront(rnn).fits(length):
+        return wavefront(model, policy, length, runs=runs)
     return bounded(model, policy, batch, length, chunk=chunk, runs=runs)
 
 
 @torch.no_grad()
 def wavefront(
-    model: PreTrainedModel, policy: str, batch: int, length: int, *, chunk: int, lanes: int, runs: int = 3
+    model: PreTrainedModel,
+    policy: str,
+    length: int,
+    *,
+    chunk: int = CHUNK,
+    lanes: int = LANES,
+    laps: int = LAPS,
+    runs: int = 3,
+    compiled: bool = False,
 ) -> Record:
-    """As `bounded`, with several chunks under way at once and a CUDA graph for each round of them."""
-    ids, front = prompt(model, batch, length), Wavefront(RNN(model, policy, chunk=chunk), batch, lanes)
-    front.read(ids)  # captured here
-    return _measured(lambda: front.read(ids), ids, runs) | {"policy": policy, "chunk": chunk, "lanes": lanes}
+    """As `bounded`, with several chunks under way at once and a CUDA graph for each round of them.
+
+    `first_s` is the first reading, with all that is compiled and captured.
+    """
+    ids, rnn = prompt(model, 1, length), RNN(model, policy)
+    front, began = Wavefront(rnn, chunk=chunk, lanes=lanes, laps=laps, compiled=compiled), time.perf_counter()
+    front.read(ids)[0].tolist()
+    first = time.perf_counter() - began
+    record = _measured(lambda: front.read(ids), ids, runs)
+    record |= {"policy": policy, "chunk": chunk, "lanes": lanes, "laps": laps, "compiled": compiled}
+    return record | {"first_s": first}
 
 
 @torch.no_grad()
-def full(model: PreTrainedModel, batch: int, length: int, *, runs: int = 3, backend: str = "flash") -> Record:
+def full(
+    model: PreTrainedModel,
+    batch: int,
+    length: int,
+    *,
+    runs: int = 3,
+    backend: str = "flash",
+    compiled: bool = False,
+) -> Record:
     """One pass of the plain model over the whole prompt, no cache kept, logits of the last token only."""
     ids = prompt(model, batch, length)
 
@@ -64,7 +88,22 @@ def full(model: PreTrainedModel, batch: int, length: int, *, runs: int = 3, back
         with _backend(backend):
             model(ids, use_cache=False, logits_to_keep=1)
 
-    return _measured(read, ids, runs) | {"policy": "full", "backend": backend}
+    with _fused_layers(model) if compiled else nullcontext():
+        record = _measured(read, ids, runs)
+    return record | {"policy": "full", "backend": backend, "compiled": compiled}
+
+
+@contextmanager
+def _fused_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Each decoder layer compiled: one compilation serves them all, whatever the length."""
+    layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
 
 
 def fastest_full(

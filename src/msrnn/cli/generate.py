@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
-from array import array
 from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..text import stream_tokens
 from . import options
-from .opening import announce, cost_of, note, open_rnn, warn_beyond
-from .source import Source, feed, open_source
+from .opening import announce, cost_of, note, open_rnn
+from .source import Source, open_source
 from .template import split_template
+from .writing import Written, write
 
 if TYPE_CHECKING:
-    from ..rnn import RNN, RNNState
+    from ..rnn import RNN
 
 _ABOUT = """\
 Go on with a text of any length. The prompt is read through the bounded state, piece by piece, so memory depends on the
@@ -46,6 +45,12 @@ def add(commands: options.Commands[options.Parser]) -> None:
     parser.add_argument(
         "--num-beams", type=options.whole(1), default=1, metavar="N", help="beam search (default: 1, none)"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="read and write with msrnn's engine, or with transformers' generate (default: on a GPU)",
+    )
     parser.add_argument("--stream", action="store_true", help="print the text as it is written")
     options.add_output(parser)
     parser.set_defaults(run=run)
@@ -62,24 +67,17 @@ def run(arguments: Namespace) -> None:
     total = source.estimate(tokenizer)
     if not arguments.quiet:
         announce(rnn, total and total + arguments.max_new_tokens)
-    began = time.perf_counter()
     with Peak(rnn.device) as peak:
-        read, state = take_in(rnn, ids, total, arguments.quiet)
-        if not arguments.quiet:
-            warn_beyond(rnn, len(read))
-        between = time.perf_counter()
-        written = _write(arguments, rnn, tokenizer, read, state)
-    ended = time.perf_counter()
-    text = tokenizer.decode(written, skip_special_tokens=True)
+        made = write(arguments, rnn, tokenizer, ids, total)
+    text = tokenizer.decode(made.tokens, skip_special_tokens=True)
     if arguments.json:
-        facts = _facts(rnn, state, len(read), len(written), between - began, ended - between)
-        print(json.dumps({"text": text} | facts | {"peak_bytes": peak.bytes}, ensure_ascii=False))
+        print(json.dumps({"text": text} | _facts(rnn, made) | {"peak_bytes": peak.bytes}, ensure_ascii=False))
     elif not arguments.stream:
         print(text)
     if not arguments.quiet:
         note(
-            f"read {len(read):,} tokens in {between - began:.1f} s, wrote {len(written):,} in {ended - between:.1f} s; "
-            f"{state.held:,} held"
+            f"read {made.read:,} tokens in {made.reading:.1f} s, wrote {len(made.tokens):,} in {made.writing:.1f} s; "
+            f"{made.held:,} held"
         )
 
 
@@ -103,72 +101,21 @@ def _tokens(arguments: Namespace, source: Source, tokenizer: Any) -> Iterator[in
     return stream_tokens(tokenizer, chain([before], source.blocks, [question + after]), special=False)
 
 
-def take_in(rnn: RNN, ids: Iterator[int], total: int | None, quiet: bool) -> tuple[array[int], RNNState]:
-    """All ids, of which the state has read all but the last: that one is for `generate` to begin with."""
-    from ..rnn import pieces
-
-    read, kept = array("i"), array("i")
-
-    def ready() -> Iterator[list[int]]:
-        nonlocal kept
-        for piece in pieces(ids, rnn.piece):
-            read.extend(piece)
-            yield from [kept.tolist()] if kept else []
-            kept = array("i", piece)
-        yield from [kept.tolist()[:-1]] if len(kept) > 1 else []
-
-    state = rnn.start()
-    if rnn.prompt == "oneshot":  # one call must see the whole prompt, and `generate` makes it
-        read.extend(ids)
-        return read, state
-    return read, feed(rnn, ready(), state, total=total, quiet=quiet)[1]
-
-
-def _write(arguments: Namespace, rnn: RNN, tokenizer: Any, read: array[int], state: RNNState) -> list[int]:
-    """The new ids. The state moves on with them."""
-    import torch
-    from transformers import TextStreamer
-
-    if arguments.seed is not None:
-        torch.manual_seed(arguments.seed)
-    if arguments.num_beams > 1:
-        state.cache.batch_repeat_interleave(arguments.num_beams)
-    prompt = torch.tensor([read], dtype=torch.long, device=rnn.device)
-    sampling: dict[str, float | None] = {"temperature": None, "top_p": None, "top_k": None}
-    if arguments.temperature > 0:
-        sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k or 0}
-    made = rnn.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=state.cache,
-        max_new_tokens=arguments.max_new_tokens,
-        do_sample=arguments.temperature > 0,
-        repetition_penalty=arguments.repetition_penalty,
-        num_beams=arguments.num_beams,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if arguments.stream else None,
-        **sampling,
-    )
-    new: list[int] = made[0, len(read) :].tolist()
-    return new
-
-
-def _facts(
-    rnn: RNN, state: RNNState, read: int, written: int, reading: float, writing: float
-) -> dict[str, str | int | float | list[int | None] | None]:
+def _facts(rnn: RNN, made: Written) -> dict[str, str | int | float | list[int | None] | None]:
     capacities = [policy.capacity for policy in rnn.plan.policies]
-    price = cost_of(rnn, read + written)
+    price = cost_of(rnn, made.read + len(made.tokens))
     return {
         "model": str(rnn.model.config.name_or_path),
         "policy": str(rnn.plan),
         "prompt_mode": rnn.prompt,
         "capacity": None if None in capacities else max(c for c in capacities if c),
         "capacities": capacities,
-        "held": state.held,
-        "tokens_read": read,
-        "tokens_generated": written,
+        "held": made.held,
+        "tokens_read": made.read,
+        "tokens_generated": len(made.tokens),
         "state_bytes": price.state,
         "full_bytes": price.full,
-        "seconds": round(reading + writing, 3),
-        "read_seconds": round(reading, 3),
-        "tokens_per_second": round(written / writing, 2),
+        "seconds": round(made.reading + made.writing, 3),
+        "read_seconds": round(made.reading, 3),
+        "tokens_per_second": round(len(made.tokens) / made.writing, 2),
     }

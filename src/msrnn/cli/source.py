@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -85,13 +86,20 @@ def feed(
     logits = None
     with progress(total, quiet) as bar:
         for piece in pieces:
-            try:
+            with beyond(rnn):
                 logits, state = rnn.step(torch.tensor([piece], device=rnn.device), state)
-            except IndexError as error:  # learned position embeddings have an end
-                known = getattr(rnn.model.config, "max_position_embeddings", "so many")
-                raise ValueError(f"the model knows {known} positions and no more; give a shorter text") from error
             bar.update(len(piece))
     return logits, state
+
+
+@contextmanager
+def beyond(rnn: RNN) -> Iterator[None]:
+    """Learned position embeddings have an end."""
+    try:
+        yield
+    except IndexError as error:
+        known = getattr(rnn.model.config, "max_position_embeddings", "so many")
+        raise ValueError(f"the model knows {known} positions and no more; give a shorter text") from error
 
 
 def progress(total: int | None, quiet: bool) -> Any:

@@ -1,16 +1,15 @@
 """`step` in Triton: the same arguments and results as `eager_step.step`, in two launches without the host.
 
-`_attend` reads each held key and value once: a program has one stored head of one sequence, or a share of its slots
-where there are few, and all query heads that read it. `_choose` takes the mean of the softmaxes over a unit's heads,
-which needs every head's normaliser, so it is a launch of its own; so are shares put together (`_combine`), in the same.
-
-The newcomer is read from where it comes in, not from its slot, and the last slot stands in for that one: S - 1 columns
-are left, a round number, and nobody reads what is being written. Numbers in empty slots must be finite.
+Who leaves is of no use before the next token: where a caller says so (`Side`), it is decided on a stream of its own
+while the model goes on. The kernels are in `gpu_step_kernels`; here is how the work is cut, and the memory between.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,18 +22,18 @@ from ..attention import Attention
 from ..policy import Policy
 from ..state import decides_by_age
 from . import eager_step
+from .gpu_step_kernels import NOBODY, attend, finish
 
 # Elements of [slots, head size] that a program works on at a time, its warps, and the programs per processor up to
 # which a head's slots are shared out.
 _GROUPED = (8192, 2, 4)  # several query heads read the same slots
 _FEW = (8192, 4, 2)  # one query head each, and few of them: as much as can be under way in one program
-_MANY = (2048, 2, 1)  # one each, and many: small programs, so that some read while others compute
+_MANY = (1024, 1, 1)  # one each, and many: one warp, which waits for no other, so that some read while others compute
 _ENOUGH = 8  # heads per processor that are many
 _MOST = 64  # shares of one head, which are put together by one program
+_BESIDE = 2048  # heads up to which deciding beside the model costs its matmuls less than it saves
 _STAGES = 2  # tiles under way at once, of grouped heads
 _WIDEST = 2**15 + 1  # slots that one program can choose among
-_NOWHERE = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
-_NOBODY = tl.constexpr(2**31 - 1)
 
 
 def step(
@@ -61,63 +60,127 @@ def step(
     memory = positions if scores is None else scores
     (batch, heads, _), (units, slots) = query.shape, positions.shape[1:]
     scored = not decides_by_age(policy, attention.window)
-    cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], keys.element_size(), query.device)
-    made = _memory(query, values, cut["SPLITS"], scored)
+    cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], query.device)
+    side = _side.get() if scored and batch * heads <= _BESIDE else None
+    notes = (_notes if side is None else side.take)(query, slots, cut["SPLITS"], scored)
+    output, parts = _output(query, values, cut["SPLITS"])
     new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     how = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": cut["SPLITS"], "UNITS": units}
     how["INDEXED"] = rows is not None
-    _attend[(batch * keys.shape[1], cut["SPLITS"])](
+    attend[(batch * keys.shape[1], cut["SPLITS"])](
         *(*new, keys, values, positions, slot, seen, seen if attention.sinks is None else attention.sinks),
-        *(seen if rows is None else rows, made.logits, made.tops, made.masses, made.parts),
+        *(seen if rows is None else rows, *notes, parts),
         *(stride for tensor in new for stride in tensor.stride()[:2]),
         *(tensor.stride(0) for tensor in (keys, values, positions, slot)),
-        *(made.logits.shape[2], slots, cut["per"], attention.window or 0),
+        *(notes.logits.shape[2], slots, cut["per"], attention.window or 0),
         SCALE=float(attention.scale),
         SOFTCAP=float(attention.softcap or 0),
         SINKS=attention.sinks is not None,
-        ACC=tl.float64 if made.tops.dtype == torch.float64 else tl.float32,
+        ACC=tl.float64 if notes.tops.dtype == torch.float64 else tl.float32,
         **how,
         **cut["attend"],
     )
+
+    def conclude(deciding: int, combining: int) -> None:
+        finish[(deciding + combining,)](
+            *(*notes, parts, output),
+            *(positions, memory, slot, seen, seen if rows is None else rows),
+            *(positions.stride(0), memory.stride(0), slot.stride(0)),
+            *(deciding, notes.logits.shape[2], slots, NOBODY.value if policy.capacity is None else policy.capacity),
+            *(policy.first, policy.last, attention.window or 0),
+            MOMENTUM=float(policy.momentum),
+            MEMORY=scores is not None,
+            MEMBERS=heads // units,
+            V=values.shape[3],
+            VP=cut["attend"]["VP"],
+            SHARES=triton.next_power_of_2(cut["SPLITS"]),
+            **how,
+            **_tile(heads // units, slots),
+        )
+
     deciding, combining = batch * units, batch * heads if cut["SPLITS"] > 1 else 0
-    _finish[(deciding + combining,)](
-        *(made.logits, made.tops, made.masses, made.parts, made.output),
-        *(positions, memory, slot, seen, seen if rows is None else rows),
-        *(positions.stride(0), memory.stride(0), slot.stride(0)),
-        *(deciding, made.logits.shape[2], slots, _NOBODY.value if policy.capacity is None else policy.capacity),
-        *(policy.first, policy.last, attention.window or 0),
-        MOMENTUM=float(policy.momentum),
-        MEMORY=scores is not None,
-        MEMBERS=heads // units,
-        V=values.shape[3],
-        VP=cut["attend"]["VP"],
-        SHARES=triton.next_power_of_2(cut["SPLITS"]),
-        **how,
-        **_tile(heads // units, slots),
-    )
-    return made.output if out is None else out.copy_(made.output)
+    if side is None:
+        conclude(deciding, combining)
+    else:
+        with side.deciding():
+            conclude(deciding, 0)
+        if combining:
+            conclude(0, combining)
+    return output if out is None else out.copy_(output)
 
 
-class _Memory(NamedTuple):
-    """What `_attend` leaves for `_finish`, and the output."""
+class Notes(NamedTuple):
+    """What `attend` leaves for `finish` to decide by."""
 
-    output: Tensor  # [B, H, V]
     logits: Tensor  # [B, H, S and some], so that every row begins where it can be read by fours
     tops: Tensor  # [B, H, shares], the highest logit of each share
     masses: Tensor  # [B, H, shares], the sum of its exponentials
-    parts: Tensor  # [B, H, shares, V], or the output itself where there is one share
 
 
-def _memory(query: Tensor, values: Tensor, splits: int, scored: bool) -> _Memory:
-    (batch, heads, _), (slots, width) = query.shape, values.shape[2:]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    output = torch.empty(batch, heads, width, dtype=values.dtype, device=query.device)
+def _notes(query: Tensor, slots: int, splits: int, scored: bool) -> Notes:
+    (batch, heads, _), wide = query.shape, torch.promote_types(query.dtype, torch.float32)
     logits = torch.empty(batch, heads, triton.cdiv(slots, 16) * 16 if scored else 0, dtype=wide, device=query.device)
-    tops, masses = torch.empty(2, batch, heads, splits, dtype=wide, device=query.device)
-    parts = output
-    if splits > 1:
-        parts = torch.empty(batch, heads, splits, width, dtype=wide, device=query.device)
-    return _Memory(output, logits, tops, masses, parts)
+    return Notes(logits, *torch.empty(2, batch, heads, splits, dtype=wide, device=query.device))
+
+
+def _output(query: Tensor, values: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """[B, H, V], and its shares [B, H, shares, V], which are the output itself where there is one."""
+    shape, width = query.shape[:2], values.shape[3]
+    output = torch.empty(*shape, width, dtype=values.dtype, device=query.device)
+    if splits == 1:
+        return output, output
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return output, torch.empty(*shape, splits, width, dtype=wide, device=query.device)
+
+
+class Side:
+    """Within this context victims are chosen on a stream beside the model's; at its end all are chosen.
+
+    Notes of two layers in turn: before a layer writes its own, whoever had them before must have decided.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.notes: dict[tuple[object, ...], Notes] = {}
+        self.done: list[torch.cuda.Event | None] = [None, None]
+        self.turn = 0
+
+    def __enter__(self) -> None:
+        self.done = [None, None]  # events of another graph mean nothing in this one
+        self._outside = _side.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _side.reset(self._outside)
+        self._wait(0)
+        self._wait(1)
+
+    def _wait(self, turn: int) -> None:
+        done = self.done[turn]
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+
+    def take(self, query: Tensor, slots: int, splits: int, scored: bool) -> Notes:
+        """The next turn's."""
+        self.turn = 1 - self.turn
+        self._wait(self.turn)
+        key = (self.turn, query.shape, slots, splits, scored, query.dtype)
+        if key not in self.notes:
+            self.notes[key] = _notes(query, slots, splits, scored)
+        return self.notes[key]
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """What is launched here runs beside the rest, after what was launched before."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        self.done[self.turn] = self.stream.record_event()
+
+
+_side: ContextVar[Side | None] = ContextVar("where victims are chosen", default=None)
 
 
 def _check(*state: Tensor | None) -> None:
@@ -127,9 +190,7 @@ def _check(*state: Tensor | None) -> None:
 
 
 @cache
-def _cut(
-    batch: int, heads: int, shape: tuple[int, int, int], width: int, bytes_each: int, device: torch.device
-) -> dict[str, Any]:
+def _cut(batch: int, heads: int, shape: tuple[int, int, int], width: int, device: torch.device) -> dict[str, Any]:
     """How the slots are cut: shape is [E, S, D] of the keys."""
     stored, slots, size = shape
     group = heads // stored
@@ -138,13 +199,12 @@ def _cut(
     many = batch * stored >= _ENOUGH * processors
     tile, warps, programs = _GROUPED if group > 1 else _MANY if many else _FEW
     block = max(8 if group == 1 else 16, min(128, tile // max(deep, wide)))
+    warps *= max(1, block * max(deep, wide) // tile) if group == 1 else 1  # no more for each than it has registers for
     blocks = triton.cdiv(slots - 1, block)
     per = triton.cdiv(blocks, max(1, min(_MOST, processors * programs // (batch * stored))))
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
     sizes |= {"STAGES": _STAGES, "EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
-    if group == 1 and many and bytes_each <= 2:
-        sizes["maxnreg"] = 144  # seven programs fit a processor instead of six
     return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
 
 
@@ -155,318 +215,3 @@ def _tile(members: int, slots: int) -> dict[str, int]:
     most = triton.next_power_of_2(members)
     warps = max(4, min(8 if wide <= 2048 else 16 if wide <= 8192 else 32, most * wide // 1024))
     return {"WIDE": wide, "SOME": max(1, min(most, warps * 1024 // wide)), "num_warps": warps}
-
-
-@triton.jit(do_not_specialize=["slots", "per", "window"])
-def _attend(
-    query, key, value, keys, values, positions, slot, seen, sinks, states, logits, tops, masses, parts,
-    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, slot_b, pitch, slots, per, window,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
-    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
-    stored = tl.program_id(0).to(tl.int64)
-    share = tl.program_id(1)
-    b, e = stored // STORED, stored % STORED
-    home, unit = _home(states, b, INDEXED), e // (STORED // UNITS)
-    now, spot = tl.load(seen + b), tl.load(slot + home * slot_b + unit)
-    active = (now >= 0) & (spot >= 0)
-    r, d, v = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, VP)
-    h = b * (STORED * GROUP) + e * GROUP + r  # over the whole batch
-    mine = r < GROUP
-    at = query + b * query_b + (e * GROUP + r)[:, None] * query_h + d[None, :]
-    asked = tl.load(at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
-    keys += home * keys_b + e * slots * D
-    values += home * values_b + e * slots * V
-    positions += home * positions_b + unit * slots
-    here = (share == 0) & active  # the first share has the newcomer and the sink
-    new_key = tl.load(key + b * key_b + e * key_h + d, mask=d < D, other=0.0)
-    new_value = tl.load(value + b * value_b + e * value_h + v, mask=v < V, other=0.0)
-    tl.store(keys + spot * D + d, new_key, mask=(d < D) & here)
-    tl.store(values + spot * V + v, new_value, mask=(v < V) & here)
-    new = _cap(tl.sum(asked.to(ACC) * new_key.to(ACC)[None, :], 1) * SCALE, SOFTCAP)
-    new = tl.where(here, new, -float("inf"))
-    if SCORED:
-        tl.store(logits + h * pitch + slots - 1, new, mask=mine & here)
-    if ROWS == 1:
-        top, whole, mixed = _one(
-            asked, keys, values, positions, logits + h * pitch, spot, now, active, share * per, per, slots, window,
-            SCALE, SOFTCAP, ACC, SCORED, WINDOW, D, V, DP, VP, BLOCK,
-        )  # fmt: skip
-    else:
-        top, whole, mixed = _many(
-            asked, keys, values, positions, logits + h * pitch, mine, spot, now, active, share * per, per, slots,
-            window,
-            SCALE, SOFTCAP, ACC, STAGES, SCORED, WINDOW, D, V, DP, VP, BLOCK, ROWS, EVEN,
-        )  # fmt: skip
-    sink = tl.full([ROWS], -float("inf"), ACC)
-    if SINKS:
-        sink = tl.load(sinks + e * GROUP + r, mask=mine & (share == 0), other=-float("inf")).to(ACC)
-    highest = tl.maximum(tl.maximum(top, new), sink)
-    old, fresh = tl.exp(top - highest), tl.exp(new - highest)
-    whole = whole * old + fresh + tl.exp(sink - highest)
-    mixed = mixed * old[:, None] + fresh[:, None] * new_value.to(ACC)[None, :]
-    if SPLITS == 1:
-        mixed = mixed / tl.where(whole > 0, whole, 1.0)[:, None]
-    if SCORED or SPLITS > 1:
-        tl.store(tops + h * SPLITS + share, highest, mask=mine)
-        tl.store(masses + h * SPLITS + share, whole, mask=mine)
-    to = parts + (h * SPLITS + share)[:, None] * V + v[None, :]
-    tl.store(to, mixed.to(parts.dtype.element_ty), mask=mine[:, None] & (v < V)[None, :])
-
-
-@triton.jit
-def _home(states, b, INDEXED: tl.constexpr):
-    """Which of all states is that of row b."""
-    home = b
-    if INDEXED:
-        home = tl.load(states + b)
-    return home
-
-
-@triton.jit
-def _cap(x, SOFTCAP: tl.constexpr):
-    """tanh(x / cap) x cap, where there is a cap."""
-    if SOFTCAP > 0:
-        x = SOFTCAP * (1 - 2 / (tl.exp(x * (2 / SOFTCAP)) + 1))
-    return x
-
-
-@triton.jit
-def _place(block, spot, slots, BLOCK: tl.constexpr):
-    """A tile's columns, the slots they are in, and which of them there are."""
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    return column, tl.where(column == spot, slots - 1, column), column < slots - 1
-
-
-@triton.jit
-def _rows(rows, at, inside, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK, DP]"""
-    d = tl.arange(0, DP)
-    if EVEN:
-        return tl.load(rows + at[:, None] * D + d[None, :])
-    return tl.load(rows + at[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _hide(logit, born, now, active, window, WINDOW: tl.constexpr):
-    """What is empty, or older than the model's own window, is out of sight."""
-    visible = (born >= 0) & active
-    if WINDOW:
-        visible = visible & (born > now - window)
-    return tl.where(visible, logit, -float("inf"))
-
-
-@triton.jit
-def _one(
-    asked, keys, values, positions, logits, spot, now, active, start, per, slots, window,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One query head: every row of the tile keeps a softmax of its own, so that nothing is reduced before the end.
-
-    The next tile is loaded before this one is worked on: otherwise the compiler puts its values off until the keys are
-    done with, and half as much is under way.
-    """
-    scaled = asked.to(ACC) * SCALE
-    top = tl.full([BLOCK], _NOWHERE, ACC)
-    whole = tl.zeros([BLOCK], ACC)
-    mixed = tl.zeros([BLOCK, VP], ACC)
-    end = min(start + per, tl.cdiv(slots - 1, BLOCK))
-    key, value, born = _tile_of(keys, values, positions, start, end, spot, slots, D, DP, V, VP, BLOCK)
-    for block in range(start, end):
-        more = _tile_of(keys, values, positions, block + 1, end, spot, slots, D, DP, V, VP, BLOCK)
-        logit = _cap(tl.sum(key.to(ACC) * scaled, 1), SOFTCAP)
-        logit = _hide(logit, born, now, active, window, WINDOW)
-        if SCORED:
-            column = block * BLOCK + tl.arange(0, BLOCK)
-            tl.store(logits[:, None] + column[None, :], logit[None, :], mask=(column < slots - 1)[None, :])
-        higher = tl.maximum(top, logit)
-        old, weight = tl.exp(top - higher), tl.exp(logit - higher)
-        whole = whole * old + weight
-        mixed = mixed * old[:, None] + weight[:, None] * value.to(ACC)
-        top = higher
-        key, value, born = more
-    highest = tl.max(top, 0)
-    old = tl.exp(top - highest)
-    total = tl.sum(whole * old, 0)
-    return tl.full([1], 0, ACC) + highest, tl.full([1], 0, ACC) + total, tl.sum(mixed * old[:, None], 0)[None, :]
-
-
-@triton.jit
-def _tile_of(
-    keys, values, positions, block, end, spot, slots,
-    D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A tile's keys, values and positions; nothing from `end` on."""
-    _, at, inside = _place(block, spot, slots, BLOCK)
-    inside = inside & (block < end)
-    key = _rows(keys, at, inside, D, DP, False)
-    value = _rows(values, at, inside, V, VP, False)
-    return key, value, tl.load(positions + at, mask=inside, other=-1)
-
-
-@triton.jit
-def _many(
-    asked, keys, values, positions, logits, mine, spot, now, active, start, per, slots, window,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr, SCORED: tl.constexpr,
-    WINDOW: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Several query heads that read the same keys and values, by matrix units."""
-    top = tl.full([ROWS], _NOWHERE, ACC)
-    whole = tl.zeros([ROWS], ACC)
-    mixed = tl.zeros([ROWS, VP], ACC)
-    end = min(start + per, tl.cdiv(slots - 1, BLOCK))
-    for block in tl.range(start, end, num_stages=STAGES):
-        column, at, inside = _place(block, spot, slots, BLOCK)
-        born = tl.load(positions + at, mask=inside, other=-1)
-        key = _rows(keys, at, inside, D, DP, EVEN)
-        value = _rows(values, at, inside, V, VP, EVEN)
-        logit = _cap(tl.dot(asked, tl.trans(key), input_precision="ieee", out_dtype=ACC) * SCALE, SOFTCAP)
-        logit = _hide(logit, born[None, :], now, active, window, WINDOW)
-        if SCORED:
-            tl.store(logits[:, None] + column[None, :], logit, mask=mine[:, None] & inside[None, :])
-        higher = tl.maximum(top, tl.max(logit, 1))
-        old, weight = tl.exp(top - higher), tl.exp(logit - higher[:, None])
-        whole = whole * old + tl.sum(weight, 1)
-        mixed = mixed * old[:, None]
-        mixed += tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=ACC)
-        top = higher
-    return top, whole, mixed
-
-
-@triton.jit(do_not_specialize=["deciding", "slots", "capacity", "first", "last", "window"])
-def _finish(
-    logits, tops, masses, parts, output, positions, scores, slot, seen, states, positions_b, scores_b, slot_b,
-    deciding, pitch, slots, capacity, first, last, window,
-    MOMENTUM: tl.constexpr, MEMORY: tl.constexpr, MEMBERS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
-):  # fmt: skip
-    """The first programs decide for a unit each, the others put a head's shares together."""
-    program = tl.program_id(0).to(tl.int64)
-    if program >= deciding:
-        _combine(tops, masses, parts, output, program - deciding, SPLITS, SHARES, V, VP)
-    else:
-        b, unit = program // UNITS, program % UNITS
-        home = _home(states, b, INDEXED)
-        positions += home * positions_b + unit * slots
-        slot += home * slot_b + unit
-        now, spot = tl.load(seen + b), tl.load(slot)
-        born = _shifted(positions, spot, slots, -1, WIDE).to(tl.int32)
-        score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
-        if SCORED:
-            score, new = _mean(
-                logits, tops, masses, program * MEMBERS, pitch, slots, MEMBERS, SPLITS, SHARES, WIDE, SOME
-            )
-        active = (now >= 0) & (spot >= 0)
-        if MEMORY:
-            score = _remember(
-                scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, MOMENTUM, WIDE
-            )
-        now, spot = now.to(tl.int32), spot.to(tl.int32)
-        free_slot = _choose(
-            positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
-        )
-        tl.store(slot, free_slot.to(tl.int64), mask=active)
-
-
-@triton.jit
-def _shifted(rows, spot, slots, other, WIDE: tl.constexpr):
-    """A row's columns, loaded before it is known which of them stands in the last slot."""
-    column = tl.arange(0, WIDE)
-    last = tl.load(rows + slots - 1)
-    return tl.where(column == spot, last, tl.load(rows + column, mask=column < slots - 1, other=other))
-
-
-@triton.jit
-def _combine(tops, masses, parts, output, head, SPLITS: tl.constexpr, SHARES: tl.constexpr, V: tl.constexpr,
-             VP: tl.constexpr):  # fmt: skip
-    """The shares of one head's output together."""
-    s, v = tl.arange(0, SHARES), tl.arange(0, VP)
-    top = tl.load(tops + head * SPLITS + s, mask=s < SPLITS, other=_NOWHERE)
-    mass = tl.load(masses + head * SPLITS + s, mask=s < SPLITS, other=0.0)
-    at = parts + (head * SPLITS + s)[:, None] * V + v[None, :]
-    part = tl.load(at, mask=(s < SPLITS)[:, None] & (v < V)[None, :], other=0.0)
-    weight = tl.exp(top - tl.max(top, 0))
-    whole = tl.sum(mass * weight, 0)
-    mixed = tl.sum(part * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(output + head * V + v, mixed.to(output.dtype.element_ty), mask=v < V)
-
-
-@triton.jit
-def _mean(logits, tops, masses, heads, pitch, slots, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, SHARES: tl.constexpr,
-          WIDE: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
-    """The mean over a unit's heads of their softmaxes: of every column, and of the newcomer."""
-    column = tl.arange(0, WIDE)
-    total, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
-    for start in range(0, MEMBERS, SOME):
-        h = start + tl.arange(0, SOME)
-        mine = h < MEMBERS
-        at = (heads + h)[:, None] * pitch + column[None, :]
-        logit = tl.load(logits + at, mask=mine[:, None] & (column < slots - 1)[None, :], other=-float("inf"))
-        newest = tl.load(logits + (heads + h) * pitch + slots - 1, mask=mine, other=-float("inf"))
-        highest, inverse = _normal(tops, masses, heads + h, mine, SPLITS, SHARES)
-        total += tl.sum(tl.exp(logit - highest[:, None]) * inverse[:, None], 0)
-        new += tl.sum(tl.exp(newest - highest) * inverse, 0)
-    return total / MEMBERS, new / MEMBERS
-
-
-@triton.jit
-def _normal(tops, masses, head, mine, SPLITS: tl.constexpr, SHARES: tl.constexpr):
-    """The highest logit of each head and one over its mass, from its shares."""
-    share = tl.arange(0, SHARES)
-    at = head[:, None] * SPLITS + share[None, :]
-    theirs = mine[:, None] & (share < SPLITS)[None, :]
-    top = tl.load(tops + at, mask=theirs, other=_NOWHERE)
-    mass = tl.load(masses + at, mask=theirs, other=0.0)
-    highest = tl.max(top, 1)
-    whole = tl.sum(mass * tl.exp(top - highest[:, None]), 1)
-    return highest, 1 / tl.where(whole > 0, whole, 1.0)  # nothing: no such head, or an inactive row
-
-
-@triton.jit
-def _remember(scores, born, score, new, spot, active, slots, MOMENTUM: tl.constexpr, WIDE: tl.constexpr):
-    """Scores with a memory: read, moved on, written back; the newcomer has none yet."""
-    _, at, inside = _place(0, spot, slots, WIDE)
-    held = inside & (born >= 0) & active
-    score += MOMENTUM * tl.where(held, _shifted(scores, spot, slots, 0.0, WIDE), 0.0)
-    tl.debug_barrier()  # all have read
-    tl.store(scores + at, score, mask=held)
-    tl.store(scores + spot, new, mask=active)
-    return score
-
-
-@triton.jit
-def _choose(
-    positions, born, score, new, spot, now, active, slots, capacity, first, last, window,
-    WINDOW: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Empty what leaves, and write the newcomer's position; the lowest slot that is empty then, -1 if there is none."""
-    _, at, inside = _place(0, spot, slots, WIDE)
-    staying, lasting = born >= 0, now >= 0
-    if WINDOW:  # what the next query cannot see leaves by itself
-        staying, lasting = staying & (born > now + 1 - window), lasting & (window > 1)
-    full = tl.sum(staying.to(tl.int32), 0) + lasting.to(tl.int32) > capacity
-    free = staying & (born >= first) & (born <= now - last)
-    ranked = tl.where(free, score, float("inf"))
-    lowest, _, place = tl.reduce((ranked, tl.where(free, born, _NOBODY), at), 0, _lowest)
-    newest = lasting & (now >= first) & (last == 0) & (new < lowest)
-    gone = (born >= 0) & (~staying | (full & ~newest & free & (at == place)))
-    lasting = lasting & ~(full & newest)
-    tl.debug_barrier()  # all have read
-    tl.store(positions + at, tl.full([WIDE], -1, tl.int64), mask=gone & active)
-    tl.store(positions + spot, tl.where(lasting, now, -1).to(tl.int64), mask=active)
-    empty = tl.min(tl.where(inside & ((born < 0) | gone), at, slots), 0)
-    empty = tl.where(lasting, empty, tl.minimum(empty, spot))
-    return tl.where(empty < slots, empty, -1)
-
-
-@triton.jit
-def _lowest(a, age, i, b, other, j):
-    """The lowest and where it is; the older of equals."""
-    less = (a < b) | ((a == b) & (age < other))
-    return tl.where(less, a, b), tl.where(less, age, other), tl.where(less, i, j)

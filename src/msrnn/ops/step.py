@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 from ..attention import Attention
@@ -36,3 +39,12 @@ def step(
     from . import gpu_step
 
     return gpu_step.step(*given)
+
+
+def side(device: torch.device) -> AbstractContextManager[None]:
+    """Within it, where there is a GPU, who leaves is decided while the model goes on; outside, all are decided."""
+    if device.type != "cuda" or not compiled("cuda"):
+        return nullcontext()
+    from . import gpu_step
+
+    return gpu_step.Side(device)

@@ -1,0 +1,47 @@
+"""The Triton compaction, interpreted on the CPU, equals the plain one.
+
+Triton is interpreted from its import on, and transformers imports it: the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from msrnn.ops import eager
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from msrnn.ops import gpu_rows
+
+
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-o", "python_functions=case_*", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scored", [False, True])
+def case_equals_eager(seed: int, scored: bool) -> None:
+    made = torch.Generator().manual_seed(seed)
+    batch, units, stored, capacity, size = [(1, 1, 2, 7, 5), (2, 1, 3, 20, 4), (2, 2, 4, 9, 8)][seed % 3]
+    chunk = 1 + 3 * seed
+    used, room = capacity + chunk, capacity + chunk + seed % 2
+    births = torch.stack([torch.randperm(room, generator=made) for _ in range(batch * units)]).view(batch, units, room)
+    expiry = torch.full((batch, units, used), eager.NEVER)
+    for row in expiry.view(-1, used):  # as many stay as there is room for, or fewer
+        row[torch.randperm(used, generator=made)[: chunk + seed % 3]] = 5
+    births[..., 1][torch.rand(batch, units, generator=made) < 0.3] = -1
+    scores = torch.rand(batch, units, room, generator=made) if scored else None
+    rows = tuple(torch.randn(batch, stored, room, n, generator=made) for n in (size, size + 3))
+    want = [tensor if tensor is None else tensor.clone() for tensor in (births, scores, *rows)]
+    eager.compact(want[0], want[1], (want[2], want[3]), expiry, used, capacity)
+    gpu_rows.compact(births, scores, rows, expiry, used, capacity)
+    for mine, theirs in zip((births, scores, *rows), want, strict=True):
+        if theirs is not None:
+            assert torch.equal(mine[:, :, :capacity], theirs[:, :, :capacity])
