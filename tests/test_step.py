@@ -98,6 +98,27 @@ def test_takes_up_where_a_chunk_has_ended(policy: str) -> None:
     assert torch.equal(one.positions.sort(-1)[0], two.positions.sort(-1)[0])
 
 
+@pytest.mark.parametrize("policy", ["tova:16", "h2o:16"])
+def test_takes_up_after_padding(policy: str) -> None:
+    """What is held may lie behind slots that padding has left empty."""
+    made, how = parse(policy), Attention(0.7)
+    query, key, value = tokens(24, 9, batch=2)
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, :6] = False
+    one, two = (State.empty(made, key, value, HEADS) for _ in range(2))
+    start = [tensor[:, :, :10] for tensor in (query, key, value)]
+    for state in (one, two):
+        recurrence.run(state, *start, made, how, real)
+    slot = two.positions.argmin(-1)
+    for t in range(10, 24):
+        new = [tensor[:, :, t] for tensor in (query, key, value)]
+        want = recurrence.run(one, *(tensor[:, :, None] for tensor in new), made, how)[:, :, 0]
+        got = step(*new, two.keys, two.values, two.positions, two.scores, slot, two.seen, made, how)
+        two.seen += 1
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+    assert torch.equal(one.positions.sort(-1)[0], two.positions.sort(-1)[0])
+
+
 def test_an_inactive_row_stays_as_it_is() -> None:
     made, how = parse("h2o:6"), Attention(0.7)
     query, key, value = tokens(12, 5, batch=2)

@@ -8,6 +8,7 @@ in the cache. Tasks are handed out by a counter that all threads share.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -61,7 +62,7 @@ def step(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `eager_step.step`. Float16 is left to it: there are no instructions for it here."""
-    if keys.dtype not in _COMPILED:
+    if keys.dtype not in _THREAD:
         state = (keys, values, positions, scores, slot, seen)
         return eager_step.step(query, key, value, *state, policy, attention, rows, out)
     wide = torch.promote_types(keys.dtype, torch.float32)
@@ -92,7 +93,7 @@ def step(
         ),
         _WORK,
     )
-    team.run(_COMPILED[keys.dtype], work.ctypes.data, batch * keys.shape[1])
+    team.run(_compiled(keys.dtype), work.ctypes.data, batch * keys.shape[1])
     return output if output is made else output.copy_(made)
 
 
@@ -175,10 +176,11 @@ def _task(w, b, e, number, word):
         _list(outputs + g * w.output_h, w.width, number)[:] = 0
     if now < 0 or spot[0] < 0:
         return
-    used = min(w.slots, now + 1)  # slots are filled from the lowest, so those from here on were never written
+    positions = _list(w.positions + home * w.positions_b + u * w.positions_h, w.slots, np.int64)
+    used = _reach(positions, spot[0])
+    positions = positions[:used]
     keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, word)
     values = _table(w.values + home * w.values_b + e * w.values_h, used, w.width, word)
-    positions = _list(w.positions + home * w.positions_b + u * w.positions_h, used, np.int64)
     keys[spot[0]] = _list(w.key + b * w.key_b + e * w.key_h, w.size, word)
     values[spot[0]] = _list(w.value + b * w.value_b + e * w.value_h, w.width, word)
     heads = _table(w.weights, w.batch * w.heads, w.slots, number)[b * w.heads : (b + 1) * w.heads, :used]
@@ -197,6 +199,15 @@ def _task(w, b, e, number, word):
         scores = _list(w.scores + home * w.scores_b + u * w.scores_h, used, number)
         deciding = heads[u * share * group : (u + 1) * share * group]
         _decide(w, deciding, positions, scores, spot, now)
+
+
+@_jit
+def _reach(positions, spot):
+    """From here on all slots are empty: they need not be looked at, and what they hold may be anything."""
+    last = len(positions) - 1
+    while last > spot and positions[last] < 0:
+        last -= 1
+    return last + 1
 
 
 @_jit
@@ -357,7 +368,6 @@ def _victim(scores, positions, first, newest):
     return victim
 
 
-@numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
 def _float32(data):
     w = carray(data, 1)[0]
     task = _count(carray(data, 1).ctypes.data)
@@ -366,7 +376,6 @@ def _float32(data):
         task = _count(carray(data, 1).ctypes.data)
 
 
-@numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
 def _float64(data):
     w = carray(data, 1)[0]
     task = _count(carray(data, 1).ctypes.data)
@@ -375,7 +384,6 @@ def _float64(data):
         task = _count(carray(data, 1).ctypes.data)
 
 
-@numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
 def _bfloat16(data):
     w = carray(data, 1)[0]
     task = _count(carray(data, 1).ctypes.data)
@@ -384,4 +392,11 @@ def _bfloat16(data):
         task = _count(carray(data, 1).ctypes.data)
 
 
-_COMPILED: dict[torch.dtype, Any] = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
+_THREAD = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Any:
+    """What every thread runs, for states of a dtype; compiled when it is first wanted, and kept on disk."""
+    how = numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
+    return how(_THREAD[dtype])
