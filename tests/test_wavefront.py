@@ -29,6 +29,20 @@ def test_rounds_are_the_recurrence(llama, policy):
             assert mine.state.fed == theirs.state.fed == length
 
 
+@pytest.mark.parametrize("policy", ["tova:6", "tova-query-head:6", "h2o:20", "window:6", "tova:1"])
+def test_a_window_of_the_models_own(policy):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 10}
+    torch.manual_seed(0)
+    rnn = RNN(MistralForCausalLM(MistralConfig(**shape, **heads)).eval(), policy)
+    ids = torch.randint(0, 64, (1, 50), generator=torch.Generator().manual_seed(1))
+    want, _ = rnn.step(ids, rnn.start())
+    got, _ = Wavefront(rnn, chunk=6, lanes=2, laps=2).read(ids)
+    assert torch.allclose(got, want, atol=1e-4)
+
+
 def test_compiled_it_reads_the_same(llama, monkeypatch):
     whole, made = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda *a, **more: made.append(a) or whole(*a, backend="eager", **more))
