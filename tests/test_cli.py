@@ -37,6 +37,7 @@ COMMANDS = (
     "retention",
     "bench",
     "serve",
+    "state",
 )
 HERE = os.environ | {"PYTHONPATH": str(Path(msrnn.__file__).parent.parent)}
 

@@ -96,6 +96,34 @@ def config(
         raise ModelError(f"{reason}; give {WAYS}") from error
 
 
+def mark(name: str | os.PathLike[str] | None = None, *, revision: str | None = None) -> str:
+    """What tells a model's weights from any others without loading them: their files' names, sizes and some bytes."""
+    given = bundled() if name is None else name
+    where, gguf = _locate(given)
+    folder = Path(where) if Path(where).is_dir() else _in_hub_cache(where, revision)
+    files = [folder / gguf] if gguf else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise ModelError(f"no weights of {str(given)!r} lie in {folder}; load the model once, or give {WAYS}")
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(64):
+                file.seek(size * part // 64)
+                digest.update(file.read(1024))
+    return digest.hexdigest()[:32]
+
+
+def _in_hub_cache(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except UNREADABLE as error:
+        raise ModelError(f"the weights of {name!r} are not here: {_first_line(error)}; load the model once") from error
+
+
 def bundled(progress: bool = True) -> Path:
     """The folder of SmolLM2-135M-Instruct in the user's cache, fetched and converted on first use."""
     folder = cache() / "SmolLM2-135M-Instruct"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class RNN:
 
     def load(self, path: str | Path) -> RNNState:
         """A state saved for this very model, policy and dtype."""
-        about, tensors = _open(path)
+        about, tensors = read_file(path)
         made = cache(self.model, self.plan, prompt=self.prompt, chunk=self.chunk)
         for name, mine in _identity(self.model, made).items():
             if about.get(name) != mine:
@@ -197,8 +197,13 @@ class RNNState:
             layer.state = None if layer.state is None else layer.state.to(device)
         return RNNState(made, self.trace_of)
 
-    def save(self, path: str | Path) -> None:
-        """To a safetensors file, at once or not at all. `RNN.load` gives it back."""
+    def save(
+        self, path: str | Path, *, tokens: Sequence[int] | None = None, notes: dict[str, str] | None = None
+    ) -> None:
+        """To a safetensors file, at once or not at all. `RNN.load` gives it back.
+
+        `tokens`: all that was read, for those who must know what the state stands for; `notes`: more to say about it.
+        """
         states = self.layers
         if not states:
             raise StateError("this state has read nothing yet; there is nothing to save")
@@ -207,7 +212,11 @@ class RNNState:
         tensors = {f"{i}.{k}": t.cpu().contiguous() for i, s in enumerate(states) for k, t in s.tensors().items()}
         counts = [[-1 if s.limit is None else s.limit, s.fed, s.packed, s.careful] for s in states]
         tensors["counts"] = torch.tensor(counts)
-        about = {"kind": _KIND} | _identity(self.cache.model, self.cache)
+        if tokens is not None:
+            if self.seen != [len(tokens)]:
+                raise StateError(f"{len(tokens)} tokens were given for a state that has read {self.seen}; give all")
+            tensors["tokens"] = torch.tensor(tokens)
+        about = (notes or {}) | {"kind": _KIND} | _identity(self.cache.model, self.cache)
         save_tensors(path, tensors, about | {"digest": _digest(about, tensors)})
 
 
@@ -266,7 +275,7 @@ def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _open(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The parts of a state file, once it is known to be whole and unaltered."""
     if not Path(path).is_file():
         raise StateError(f"{path} is not a file; save a state there first")

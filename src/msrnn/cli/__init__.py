@@ -9,11 +9,11 @@ import io
 import os
 import sys
 
-from . import advise, bench, calibrate, chat, eval, generate, info, plot, report, retention, serve, trace
+from . import advise, bench, calibrate, chat, eval, generate, info, plot, report, retention, serve, state, trace
 from .errors import MAYBE, expected, one_line
 from .options import Parser
 
-COMMANDS = (generate, chat, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve)
+COMMANDS = (generate, chat, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve, state)
 _ABOUT = """\
 Run any Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
 says, whatever the length of the text. Without --model, the small bundled SmolLM2-135M-Instruct is used.

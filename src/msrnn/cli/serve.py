@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ examples:
   msrnn serve meta-llama/Llama-3.1-8B-Instruct --policy tova:1024 --port 8000
   msrnn serve Qwen/Qwen3-8B --policy h2o:512 --tensor-parallel-size 2 --kv-cache-memory-bytes 8G
   msrnn serve ./model --policy tova --profile profile.json --max-model-len 32768
+  msrnn serve ./model --policy tova:512 --prefix system=system.state    # made by msrnn state build
 """
 _SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -33,6 +35,7 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 def add(commands: options.Commands[options.Parser]) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP with vLLM", description=_ABOUT, epilog=_MORE)
     options.add_policy(parser)
+    _add_prefix(parser)
     parser.add_argument("model", metavar="MODEL", help="a hub name or a folder, as vLLM takes it")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of `vllm serve`")
     parser.set_defaults(run=run)
@@ -54,13 +57,49 @@ def run(arguments: Namespace) -> None:
     asked.refuse()
     hush()
     plan = _announce(arguments, asked)
-    raise SystemExit(_serve([arguments.model, *rest], settings.write(plan)))
+    prefixes = _prefixes(arguments, asked, plan)
+    raise SystemExit(_serve([arguments.model, *rest, *prefixes], settings.write(plan)))
+
+
+def _add_prefix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefix",
+        action="append",
+        metavar="NAME=FILE",
+        help="requests whose prompt begins with what this state has read start from it (msrnn state build); repeatable",
+    )
+
+
+def _prefixes(arguments: Namespace, asked: VllmOptions, plan: Any) -> list[str]:
+    """The option that tells vLLM's workers of the prefixes, once it is sure that they fit."""
+    if not arguments.prefix:
+        return []
+    from ..adapters.vllm.prefix import CONNECTOR, FILES, Prefix
+    from ..models import config
+
+    given = asked.given
+    files: dict[str, str] = {}
+    for text in arguments.prefix:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file) or name in files:
+            raise ValueError(f"--prefix {text!r}: write NAME=FILE, every name once")
+        files[name] = os.path.abspath(file)
+    dtype = _dtype(
+        given.dtype, config(arguments.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
+    )
+    for name, file in files.items():
+        prefix = Prefix.read(name, file)
+        prefix.check(arguments.model, given.revision, dtype, [str(policy) for policy in plan.policies])
+        note(f"prefix {name}: {len(prefix.tokens):,} tokens that no request has to read")
+    connector = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
+    return ["--kv-transfer-config", json.dumps(connector)]
 
 
 def _own_options(rest: list[str]) -> tuple[Namespace, list[str]]:
     """msrnn's options may stand among vLLM's."""
     parser = options.Parser(prog="msrnn serve", add_help=False)
     options.add_policy(parser)
+    _add_prefix(parser)
     return parser.parse_known_args(rest)
 
 
