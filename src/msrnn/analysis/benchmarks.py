@@ -1,4 +1,4 @@
-"""Rows of our benchmarks (benchmarks/cpu.py, msrnn bench) as records, to be drawn and tabulated like others."""
+"""Rows of our benchmarks (benchmarks/{cpu,vllm_cpu}.py, msrnn bench) as records, to be drawn and tabulated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 from ..eval.record import Cell, Record
 
+SERVED = "tokens served per second"
+
 
 def from_benchmark(line: Mapping[str, Any]) -> Iterator[Record]:
     """Speeds, and the bytes of a state where the row has them; other rows give nothing."""
     if line.get("what") in ("prefill", "decode") and "run" in line and "length" in line:
         yield _cpu(line)
+    elif line.get("what") == "serving":
+        yield _serving(line)
     elif line.get("tokens_per_s") and (line.get("part") or line.get("kind")):
         yield from _bench(line)
 
@@ -32,6 +36,16 @@ def _cpu(line: Mapping[str, Any]) -> Record:
     return _record(
         line, policy, f"{line['what']} tokens/s", tokens / line["median_s"], {"length": line["length"]}, facts
     )
+
+
+def _serving(line: Mapping[str, Any]) -> Record:
+    """All requests at once into an engine with so much memory for keys and values."""
+    settings = {name: line[name] for name in ("requests", "prompt", "new", "at_once")}
+    running = {str(time): count for time, count, _ in line["over_time"]}
+    written = {str(time): tokens for time, _, tokens in line["over_time"]}
+    parts = {"running": running, "written": written, "first token": line["first_token_s"]}
+    facts = {"model": line["model"], "settings": settings, "seconds": line["seconds"], "parts": parts}
+    return _record(line, line["policy"], SERVED, line["new_tokens_per_s"], {"memory": line["memory"]}, facts)
 
 
 def _bench(line: Mapping[str, Any]) -> Iterator[Record]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..eval.record import Record
+from .benchmarks import SERVED
 from .curves import perplexity_by_capacity, score_by_capacity
 from .kept import retention_curves, words_kept
 from .maps import OLDER, RECENT, agreement_map, layer_maps, retention_map, visible
@@ -18,6 +19,7 @@ from .recall import needle_maps, turns_recall
 from .records import models
 from .retention import layers_holding, recent_share
 from .running import running_perplexity
+from .serving import served
 from .speed import throughput_and_memory
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ RECORD_FIGURES = {
         throughput_and_memory,
         "speed and memory by capacity",
         lambda one: one.metric.endswith("tokens/s") or (one.task == "pg19" and not one.cell and one.seconds > 0),
+    ),
+    "serving": Figure(
+        served, "requests at once and throughput in vLLM by memory, over time", lambda one: one.metric == SERVED
     ),
     "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
     "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),

@@ -13,7 +13,7 @@ Draw every figure that the results have something for: records (*.jsonl) of msrn
 traces (*.safetensors) of msrnn trace, and folders of both.
 """
 _MORE = """\
-figures of records: perplexity, score, running, retention, words, throughput, needle, turns
+figures of records: perplexity, score, running, retention, words, throughput, serving, needle, turns
 figures of traces:  map, layers, agreement
 
 examples:
