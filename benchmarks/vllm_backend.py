@@ -1,0 +1,225 @@
+"""What the vLLM backend does with its tensors, on any device and without vLLM: is it right, how long does a step take?
+
+    PYTHONPATH=src python benchmarks/vllm_backend.py --device cuda --out results/vllm_backend.jsonl
+    PYTHONPATH=src python benchmarks/vllm_backend.py --device cpu --time 9,3,64,256,2176,1,8,32
+
+`check` drives `adapters.vllm.batch`, which is all that a layer runs inside vLLM, with blocks and metadata as vLLM makes
+them: requests of unequal length in scattered blocks, prompts in pieces, mixed batches, and on a GPU single tokens from
+a CUDA graph with padded rows. Every output is compared with one undisturbed reading of the same text. `time` measures a
+batch of steps beside the bytes that it must read and beside attention to a full cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from msrnn import recurrence
+from msrnn.adapters.vllm.batch import attend, batch_of
+from msrnn.adapters.vllm.block import Blocks, Layout
+from msrnn.attention import Attention
+from msrnn.machine import commit, machine, now, versions
+from msrnn.policy import Policy, parse
+from msrnn.state import State
+
+HEADS, KV_HEADS, SIZE = 6, 3, 64
+POLICIES = ("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "window+4:48", "tova+2:48,last=8,momentum=0.5")
+SHAPES = {"cuda": "32,8,128,1024,16384,1,32,128", "cpu": "9,3,64,256,2176,1,8"}
+LAYERS = 8  # different memory each, so that nothing is left in a cache from one to the next
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--time", help="heads,kv_heads,head_size,capacity,context,batch,batch,...")
+    parser.add_argument("--out", type=Path, help="records are added to this file")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    rows = [check(policy, device) for policy in POLICIES]
+    shape = [int(number) for number in (given.time or SHAPES[device.type]).split(",")]
+    rows += [timed(shape, batch, device) for batch in shape[5:]]
+    about = {"date": now(), "commit": commit(), "machine": machine(device), "versions": versions()}
+    if given.out:
+        with given.out.open("a") as file:
+            file.writelines(json.dumps(about | row) + "\n" for row in rows)
+    failed = [row["policy"] for row in rows if not row.get("right", True)]
+    if failed:
+        raise SystemExit(f"wrong: {failed}")
+
+
+def blocks_of(
+    policy: Policy, shape: tuple[int, int, int], count: int, dtype: torch.dtype, device: torch.device
+) -> Blocks:
+    """As vLLM gives memory: one run of bytes per block, with what an earlier request left in them."""
+    heads, kv_heads, size = shape
+    layout = Layout(policy, heads, kv_heads, size, size, dtype)
+    memory = torch.full((count, 1, 1, layout.nbytes), 0x55, dtype=torch.uint8, device=device)
+    return layout.carve(memory.view(dtype))
+
+
+def check(text: str, device: torch.device) -> dict[str, object]:
+    """Three requests: pieces of prompts and steps mixed, then steps together; the largest error beside each alone."""
+    policy, attention, homes = parse(text), Attention(SIZE**-0.5), [5, 2, 7]
+    torch.manual_seed(0)
+    texts = [[torch.randn(160, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes]
+    blocks = blocks_of(policy, (HEADS, KV_HEADS, SIZE), 9, torch.float32, device)
+    read, got = [0, 0, 0], [[] for _ in homes]  # type: list[int], list[list[Tensor]]
+    for sizes in ([1, 90, 0], [1, 1, 70], [1, 1, 33], *[[1, 1, 1]] * 20):
+        _run(blocks, policy, attention, homes, texts, read, got, sizes)
+    if device.type == "cuda":
+        _replay(blocks, policy, attention, homes, texts, read, got, steps=20)
+    errors = []
+    for count, parts, (query, key, value) in zip(read, got, texts, strict=True):
+        alone = State.empty(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
+        new = (tensor[:count].transpose(0, 1)[None] for tensor in (query, key, value))
+        want = recurrence.run(alone, *new, policy, attention)[0].transpose(0, 1)
+        errors.append(float((torch.cat(parts) - want).abs().max()))
+    held = int((blocks.positions[homes] >= 0).sum(-1).max())
+    right = max(errors) < 1e-4 and held <= (policy.capacity or 0)
+    row = {"kind": "backend", "policy": text, "right": right, "error": max(errors), "held": held, "read": read}
+    print(row, flush=True)
+    return row
+
+
+def _run(
+    blocks: Blocks,
+    policy: Policy,
+    attention: Attention,
+    homes: list[int],
+    texts: list[list[Tensor]],
+    read: list[int],
+    got: list[list[Tensor]],
+    sizes: list[int],
+) -> None:
+    """One batch: so many new tokens of each request, those with one first, as vLLM orders them."""
+    order = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: sizes[i] > 1)
+    device = texts[0][0].device
+    starts = [0]
+    for i in order:
+        starts.append(starts[-1] + sizes[i])
+    batch = batch_of(
+        torch.tensor([homes[i] for i in order], device=device),
+        torch.tensor([read[i] for i in order], device=device),
+        starts,
+    )
+    new = [torch.cat([texts[i][n][read[i] : read[i] + sizes[i]] for i in order]) for n in range(3)]
+    output = torch.empty_like(new[0])
+    attend(blocks, batch, *new, policy, attention, output)
+    for i, start in zip(order, starts, strict=False):
+        got[i].append(output[start : start + sizes[i]].clone())
+        read[i] += sizes[i]
+
+
+def _replay(
+    blocks: Blocks,
+    policy: Policy,
+    attention: Attention,
+    homes: list[int],
+    texts: list[list[Tensor]],
+    read: list[int],
+    got: list[list[Tensor]],
+    steps: int,
+) -> None:
+    """Single tokens from a CUDA graph of 4 rows; the last is padding and points at block 0, as vLLM's does."""
+    device = texts[0][0].device
+    index, seen = torch.tensor([*homes, 0], device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    new = [torch.zeros(4, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    output = torch.empty_like(new[0])
+    batch = batch_of(index, seen, [0, 1, 2, 3, 4])
+    assert not batch.block_list, "metadata of steps must stay on the device"
+
+    def call() -> None:
+        attend(blocks, batch, *new, policy, attention, output)
+
+    before = [part.clone() for part in (blocks.keys, blocks.values, blocks.positions, blocks.slot)]
+    scores = None if blocks.scores is None else blocks.scores.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # kernels are compiled before the capture
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for part, old in zip((blocks.keys, blocks.values, blocks.positions, blocks.slot), before, strict=True):
+        part.copy_(old)
+    if blocks.scores is not None and scores is not None:
+        blocks.scores.copy_(scores)
+    for _ in range(steps):
+        for i in range(3):
+            seen[i] = read[i]
+            for n in range(3):
+                new[n][i] = texts[i][n][read[i]]
+        graph.replay()
+        for i in range(3):
+            got[i].append(output[i : i + 1].clone())
+            read[i] += 1
+
+
+def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
+    """A layer's step for so many requests with a full state, beside attention to a full cache."""
+    heads, kv_heads, size, capacity, context = shape[:5]
+    policy, attention = parse(f"tova:{capacity}"), Attention(size**-0.5)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layers = [blocks_of(policy, (heads, kv_heads, size), batch + 1, dtype, device) for _ in range(LAYERS)]
+    for blocks in layers:
+        blocks.keys.normal_()
+        blocks.values.normal_()
+        blocks.positions.copy_(torch.arange(capacity + 1, device=device).expand_as(blocks.positions))
+        blocks.positions[:, :, 3] = -1
+        blocks.slot.fill_(3)
+    new = [torch.randn(batch, n, size, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    index, seen = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
+    made, output = batch_of(index, seen, list(range(batch + 1))), torch.empty_like(new[0])
+
+    def ours() -> None:
+        seen.add_(1)
+        for blocks in layers:
+            attend(blocks, made, *new, policy, attention, output)
+
+    ours_us = _microseconds(ours, device) / LAYERS
+    count = max(2, min(LAYERS, 2**33 // (2 * batch * kv_heads * context * size * dtype.itemsize)))
+    full = [torch.randn(2, batch, kv_heads, context, size, device=device, dtype=dtype) for _ in range(count)]
+
+    def plain() -> None:
+        for keys, values in full:
+            scaled_dot_product_attention(new[0][:, :, None], keys, values, enable_gqa=True)
+
+    row = {
+        "kind": "backend step", "policy": str(policy), "batch": batch, "shape": shape[:4], "dtype": str(dtype),
+        "us": ours_us, "floor_bytes": 2 * batch * kv_heads * (capacity + 1) * size * dtype.itemsize,
+        "full_context": context, "full_us": _microseconds(plain, device) / count,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+def _microseconds(call: Callable[[], None], device: torch.device, repeats: int = 7) -> float:
+    """The median time of a call; on a GPU as a CUDA graph."""
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call = graph.replay
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return median(found) * 1e6
+
+
+if __name__ == "__main__":
+    main()
