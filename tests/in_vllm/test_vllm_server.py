@@ -37,10 +37,13 @@ def server(model, tmp_path_factory):
         yield process, f"http://127.0.0.1:{port}", log
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()  # of no effect on one that has ended
 
 
-def _wait(process, port: int, log, patience: int = 240) -> None:
+def _wait(process, port: int, log, patience: int = 400) -> None:
     for _ in range(patience):
         if process.poll() is not None:
             break
