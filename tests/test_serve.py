@@ -65,8 +65,8 @@ def test_own_options_may_stand_among_vllms(model, started, order):
 def test_it_says_what_a_request_takes(model, started, capsys):
     """65 slots x 2 layers x 2 KV heads x 2 x 16 numbers x 2 bytes, and positions of 8 bytes each, by hand."""
     run(model(), "--policy", "tova:64", "--kv-cache-memory-bytes", "1Gi")
-    rows, positions, seen = 65 * 2 * 2 * 16 * 2, -(-65 * 8 // 64) * 64, 64
-    state, full = 2 * (rows + positions + seen), 1000 * 2 * 2 * 2 * 16 * 2
+    rows, positions, slot, seen = 65 * 2 * 2 * 16 * 2, -(-65 * 8 // 64) * 64, 64, 64
+    state, full = 2 * (rows + positions + slot + seen), 1000 * 2 * 2 * 2 * 16 * 2
     said = capsys.readouterr().err
     assert f"a request takes {state / 1024:.1f} KiB" in said
     assert f"{2**30 // state:,} requests at once; a full cache {2**30 // full:,} of that length" in said
