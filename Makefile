@@ -21,7 +21,7 @@ demo: $(STAMP) ## run the small bundled model with a bounded state and show what
 
 test: lint ## lint, then run all tests
 	@echo "== pytest"
-	@$(PY) -m pytest -q --ignore=tests/in_vllm
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal --ignore=tests/in_vllm
 	@$(MAKE) --no-print-directory test-vllm
 
 # vLLM's CPU build has wheels for these two kinds of machine only; there the tests must run.
