@@ -187,7 +187,7 @@ def case_all_equal_the_oldest_leaves() -> None:
 
 def case_a_part_of_a_buffer_is_refused() -> None:
     policy, attention = parse("tova:5"), Attention(1.0)
-    new, rows = torch.zeros(2, 1, 16), torch.zeros(2, 2, 6, 16)[:, :1]
+    new, rows = torch.zeros(2, 2, 16), torch.zeros(2, 2, 9, 16)[:, :, :6]
     ints = torch.zeros(2, 1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous"):
         gpu_step.step(new, new, new, rows, rows, ints, None, ints[:, :, 0], ints[:, 0, 0], policy, attention)

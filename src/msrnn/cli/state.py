@@ -22,8 +22,8 @@ examples:
 def add(commands: options.Commands[options.Parser]) -> None:
     about = "keep the state after a text, for a server's requests to start from"
     parser = commands.add_parser("state", help=about, description=_ABOUT, epilog=_MORE)
-    made = parser.add_subparsers(metavar="build", required=True, parser_class=options.Parser)
-    build = made.add_parser("build", help=about, description=_ABOUT, epilog=_MORE)
+    made = parser.add_subparsers(metavar="build", required=True, parser_class=options.Parser, help=about)
+    build = made.add_parser("build", description=_ABOUT, epilog=_MORE)
     build.add_argument("model", nargs="?", metavar="MODEL", help="a hub name or a folder (default: the bundled model)")
     build.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text file")
     build.add_argument("--system", action="store_true", help="the text is a system message: in the chat template")
