@@ -66,6 +66,16 @@ def prefill_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capaci
         yield row("prefill", name, runs[name], runs["plain"], length=length)
 
 
+def pair_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, repeat: int) -> Iterator[dict]:
+    """Window+4 against TOVA alone, now one first and now the other: closer than a table with a slow opponent tells."""
+    names = [f"tova:{capacity}", f"window+4:{capacity}"]
+    runs: dict[str, list[float]] = {name: [] for name in names}
+    for turn in tqdm(range(repeat), desc=f"window+4 and tova, {length}", leave=False):
+        for name in names if turn % 2 else reversed(names):
+            runs[name].append(seconds(lambda name=name: prefill_bounded(model, ids[:length], name)))
+    yield row("pair", names[1], runs[names[1]], runs[names[0]], length=length, against=names[0])
+
+
 def decode_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, tokens: int) -> Iterator[dict]:
     """Seconds for each of `tokens` single tokens after `length`, the contenders taking turns token by token."""
     model.set_attn_implementation("sdpa")
@@ -181,7 +191,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, help="prompt of the comparison with kvpress")
     parser.add_argument("--continuation", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["prefill", "decode", "kvpress"])
+    parser.add_argument("--parts", nargs="+", default=["prefill", "pair", "decode", "kvpress"])
     parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "cpu.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -196,6 +206,8 @@ def main() -> None:
     tables: list[Iterator[dict]] = []
     if "prefill" in options.parts:
         tables += [prefill_table(model, ids, n, options.capacity, options.repeat) for n in options.lengths]
+    if "pair" in options.parts:
+        tables += [pair_table(model, ids, n, options.capacity, 2 * options.repeat) for n in options.lengths]
     if "decode" in options.parts:
         tables += [decode_table(model, ids, options.decode_at, options.capacity, options.decode_tokens)]
     if "kvpress" in options.parts:
