@@ -1,28 +1,19 @@
-"""The Triton compaction, interpreted on the CPU, equals the plain one.
-
-Triton is interpreted from its import on, and transformers imports it: the cases run in a process of their own.
-"""
+"""The Triton compaction, interpreted on the CPU, equals the plain one."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import INTERPRETED, run_cases
 
 from msrnn.ops import eager
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from msrnn.ops import gpu_rows
 
 
 def test_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-o", "python_functions=case_*", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(__file__)
 
 
 @pytest.mark.parametrize("seed", range(6))

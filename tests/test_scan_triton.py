@@ -1,32 +1,24 @@
-"""The Triton scan, interpreted on the CPU, equals the plain one: every policy, scope, window, sinks, padding, ties.
-
-Triton is interpreted from its import on, and transformers imports it: the cases run in a process of their own.
-"""
+"""The Triton scan, interpreted on the CPU, equals the plain one: every policy, scope, window, sinks, padding, ties."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_cases
 from torch import Tensor
 
 from msrnn import ops
 from msrnn.ops import eager
 from msrnn.policy import parse
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from msrnn.ops import gpu
 
 
 def test_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-o", "python_functions=case_*", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(__file__)
 
 
 @pytest.fixture(autouse=INTERPRETED)

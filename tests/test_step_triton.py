@@ -1,18 +1,13 @@
-"""The Triton step, interpreted on the CPU, equals the plain one over many tokens: state, slots, scores and outputs.
-
-Triton is interpreted from its import on, and transformers imports it: the cases run in a process of their own.
-"""
+"""The Triton step, interpreted on the CPU, equals the plain one over many tokens: state, slots, scores and outputs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_cases
 from torch import Tensor
 
 from msrnn.attention import Attention
@@ -20,15 +15,12 @@ from msrnn.ops import eager_step
 from msrnn.policy import parse
 from msrnn.state import State
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from msrnn.ops import gpu_step
 
 
 def test_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-o", "python_functions=case_*", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(__file__)
 
 
 @pytest.fixture(autouse=INTERPRETED)

@@ -368,28 +368,26 @@ def _victim(scores, positions, first, newest):
     return victim
 
 
-def _float32(data):
+@_jit
+def _drain(data, number, word):
+    """Tasks one after the other, until the counter says that all are taken."""
     w = carray(data, 1)[0]
     task = _count(carray(data, 1).ctypes.data)
     while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, np.float32, np.float32)
+        _task(w, task // w.stored, task % w.stored, number, word)
         task = _count(carray(data, 1).ctypes.data)
+
+
+def _float32(data):
+    _drain(data, np.float32, np.float32)
 
 
 def _float64(data):
-    w = carray(data, 1)[0]
-    task = _count(carray(data, 1).ctypes.data)
-    while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, np.float64, np.float64)
-        task = _count(carray(data, 1).ctypes.data)
+    _drain(data, np.float64, np.float64)
 
 
 def _bfloat16(data):
-    w = carray(data, 1)[0]
-    task = _count(carray(data, 1).ctypes.data)
-    while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, np.float32, np.uint16)
-        task = _count(carray(data, 1).ctypes.data)
+    _drain(data, np.float32, np.uint16)
 
 
 _THREAD = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
