@@ -4,9 +4,9 @@
     PYTHONPATH=src python benchmarks/vllm_backend.py --device cpu --time 9,3,64,256,2176,1,8,32
 
 `check` drives `adapters.vllm.batch`, which is all that a layer runs inside vLLM, with blocks and metadata as vLLM makes
-them: requests of unequal length in scattered blocks, prompts in pieces, mixed batches, and on a GPU single tokens from
-a CUDA graph with padded rows. Every output is compared with one undisturbed reading of the same text. `time` measures a
-batch of steps beside the bytes that it must read and beside attention to a full cache.
+them: requests of unequal length in scattered blocks, prompts in pieces, mixed batches, and single tokens in a batch of
+fixed shape with padded rows (on a GPU a CUDA graph). Every output is compared with one undisturbed reading of the same
+text. `time` measures a batch of steps beside the bytes that it must read and beside attention to a full cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from msrnn.policy import Policy, parse
 from msrnn.state import State
 
 HEADS, KV_HEADS, SIZE = 6, 3, 64
-POLICIES = ("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "window+4:48", "tova+2:48,last=8,momentum=0.5")
+POLICIES = (
+    *("tova:48", "tova-head:48", "tova-query-head:48", "window+4:48"),
+    *("h2o:48", "h2o-layer:48", "fade:48", "tova+2:48,last=8,momentum=0.5"),
+)
 SHAPES = {"cuda": "32,8,128,1024,16384,1,32,128", "cpu": "9,3,64,256,2176,1,8"}
 LAYERS = 8  # different memory each, so that nothing is left in a cache from one to the next
 
@@ -66,16 +69,18 @@ def blocks_of(
 
 
 def check(text: str, device: torch.device) -> dict[str, object]:
-    """Three requests: pieces of prompts and steps mixed, then steps together; the largest error beside each alone."""
-    policy, attention, homes = parse(text), Attention(SIZE**-0.5), [5, 2, 7]
+    """Four requests: pieces of prompts and steps mixed, then steps as a graph holds them, in which the last begins.
+
+    The largest error beside each text alone, read at once.
+    """
+    policy, attention, homes = parse(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
     torch.manual_seed(0)
     texts = [[torch.randn(160, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes]
     blocks = blocks_of(policy, (HEADS, KV_HEADS, SIZE), 9, torch.float32, device)
-    read, got = [0, 0, 0], [[] for _ in homes]  # type: list[int], list[list[Tensor]]
-    for sizes in ([1, 90, 0], [1, 1, 70], [1, 1, 33], *[[1, 1, 1]] * 20):
+    read, got = [0, 0, 0, 0], [[] for _ in homes]  # type: list[int], list[list[Tensor]]
+    for sizes in ([1, 90, 0, 0], [1, 1, 70, 0], [1, 1, 33, 0], *[[1, 1, 1, 0]] * 10):
         _run(blocks, policy, attention, homes, texts, read, got, sizes)
-    if device.type == "cuda":
-        _replay(blocks, policy, attention, homes, texts, read, got, steps=20)
+    _replay(blocks, policy, attention, homes, texts, read, got, steps=20)
     errors = []
     for count, parts, (query, key, value) in zip(read, got, texts, strict=True):
         alone = State.empty(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
@@ -84,9 +89,10 @@ def check(text: str, device: torch.device) -> dict[str, object]:
         errors.append(float((torch.cat(parts) - want).abs().max()))
     held = int((blocks.positions[homes] >= 0).sum(-1).max())
     right = max(errors) < 1e-4 and held <= (policy.capacity or 0)
+    graph = device.type == "cuda"
     row = {"kind": "backend", "policy": text, "right": right, "error": max(errors), "held": held, "read": read}
-    print(row, flush=True)
-    return row
+    print(row | {"graph": graph}, flush=True)
+    return row | {"graph": graph}
 
 
 def _run(
@@ -128,39 +134,49 @@ def _replay(
     got: list[list[Tensor]],
     steps: int,
 ) -> None:
-    """Single tokens from a CUDA graph of 4 rows; the last is padding and points at block 0, as vLLM's does."""
-    device = texts[0][0].device
-    index, seen = torch.tensor([*homes, 0], device=device), torch.zeros(4, dtype=torch.int64, device=device)
-    new = [torch.zeros(4, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    """Single tokens in a batch of fixed shape; its last rows are padding and point at block 0, as vLLM's do.
+
+    On a GPU from a CUDA graph, which knows nothing of the host.
+    """
+    device, rows = texts[0][0].device, len(homes) + 2
+    index = torch.tensor([*homes, 0, 0], device=device)
+    seen = torch.zeros(rows, dtype=torch.int64, device=device)
+    new = [torch.zeros(rows, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
     output = torch.empty_like(new[0])
-    batch = batch_of(index, seen, [0, 1, 2, 3, 4])
-    assert not batch.block_list, "metadata of steps must stay on the device"
+    batch = batch_of(index, seen, list(range(rows + 1)))
+    assert batch.begins
+    assert device.type == "cpu" or not batch.block_list, "metadata of steps must stay on the device"
 
     def call() -> None:
         attend(blocks, batch, *new, policy, attention, output)
 
-    before = [part.clone() for part in (blocks.keys, blocks.values, blocks.positions, blocks.slot)]
-    scores = None if blocks.scores is None else blocks.scores.clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # kernels are compiled before the capture
+    parts = [blocks.keys, blocks.values, blocks.positions, blocks.slot]
+    parts += [] if blocks.scores is None else [blocks.scores]
+    before = [part.clone() for part in parts]
+    replay = _captured(call) if device.type == "cuda" else call
+    for part, old in zip(parts, before, strict=True):
+        part.copy_(old)
+    for _ in range(steps):
+        for i in range(len(homes)):
+            seen[i] = read[i]
+            for n in range(3):
+                new[n][i] = texts[i][n][read[i]]
+        replay()
+        for i in range(len(homes)):
+            got[i].append(output[i : i + 1].clone())
+            read[i] += 1
+
+
+def _captured(call: Callable[[], None]) -> Callable[[], None]:
+    """The call as a CUDA graph; its kernels are compiled before the capture."""
+    with torch.cuda.stream(torch.cuda.Stream()):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    for part, old in zip((blocks.keys, blocks.values, blocks.positions, blocks.slot), before, strict=True):
-        part.copy_(old)
-    if blocks.scores is not None and scores is not None:
-        blocks.scores.copy_(scores)
-    for _ in range(steps):
-        for i in range(3):
-            seen[i] = read[i]
-            for n in range(3):
-                new[n][i] = texts[i][n][read[i]]
-        graph.replay()
-        for i in range(3):
-            got[i].append(output[i : i + 1].clone())
-            read[i] += 1
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
@@ -206,11 +222,7 @@ def _microseconds(call: Callable[[], None], device: torch.device, repeats: int =
     """The median time of a call; on a GPU as a CUDA graph."""
     call()
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        call = graph.replay
+        call = _captured(call)
     found = []
     for _ in range(repeats):
         start = time.perf_counter()

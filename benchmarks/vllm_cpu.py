@@ -82,7 +82,7 @@ def measure(given: argparse.Namespace, policy: str) -> dict[str, object]:
     )
     asked = SamplingParams(temperature=0, max_tokens=given.new, ignore_eos=True)
     warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": list(range(100, 700))}], warm, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": list(range(100, 100 + min(600, given.prompt)))}], warm, use_tqdm=False)
     for number, ids in enumerate(_texts(given.requests, given.prompt)):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, asked)
     shared = conditions(what="serving", policy=policy, model="SmolLM2-135M-Instruct", dtype="float32")
