@@ -83,7 +83,7 @@ def _say(record: Record, spent: float) -> None:
     for name in ("times_full", "times_floor", "eviction", "times_stepping"):
         if isinstance(record.get(name), float):
             told.append(f"{name} {record[name]:.3f}")
-    told += [str(record[name])[:160] for name in ("all_readings", "all_backends", "error") if name in record]
+    told += [str(record[name])[:160] for name in ("all_readings", "all_ways", "attention_s", "error") if name in record]
     if "peak_bytes" in record:
         told.append(f"peak {record['peak_bytes'] / 2**30:.2f} GiB")
     if record.get("out_of_memory"):
@@ -129,23 +129,10 @@ def decoding(s: Session, shape: str) -> None:
         lambda: decode.step(s.model, s.policy, same, s.context, **how),
         times_full=full,
     )
-    most = s.figure(f"{shape}: full, largest", lambda: _largest_full(s, full, how))
+    most = s.figure(f"{shape}: full, largest", lambda: decode.largest_full(s.model, s.context, full, **how))
     s.figure(
         f"{shape}: {s.policy}, largest", lambda: decode.largest(s.model, s.policy, s.context, **how), times_full=most
     )
-
-
-def _largest_full(s: Session, same: Record | None, how: Record) -> Record | None:
-    """The opponent at its largest batch: by PyTorch, and by our own kernel where that is faster at the same batch."""
-    ways = [("full", {"reading": "exact"})]
-    if same and same["policy"] != "full":
-        ways.append((same["policy"], {}))
-    found = [decode.largest(s.model, policy, s.context, **how, **more) for policy, more in ways]
-    made = [one for one in found if one is not None]
-    if not made:
-        return None
-    told = {one["reading"] or "our kernel": one["tokens_per_s"] for one in made}
-    return max(made, key=lambda one: float(one["tokens_per_s"])) | {"all_readings": told}
 
 
 def overhead(s: Session) -> None:
@@ -202,13 +189,12 @@ def prompts(s: Session, steady: bool) -> None:
 
 def _full_prompt(s: Session, batch: int, length: int, runs: int) -> Record | None:
     """The faster of flash and cuDNN, as the model is and with torch.compile between its matmuls."""
-    backends = ("flash", "cudnn") if batch == 1 and length == s.context else ("cudnn",)
-    plain = prefill.fastest_full(s.model, batch, length, backends=backends, runs=runs)
+    plain = prefill.fastest_full(s.model, batch, length, runs=runs)
     if plain is None or not s.options.compiled or batch > 1:
         return plain
     fused = prefill.full(s.model, batch, length, backend=plain["backend"], runs=runs, compiled=True)
-    told = plain["all_backends"] | {f"{plain['backend']}, compiled": fused["median_s"]}
-    return min((plain, fused), key=lambda one: float(one["median_s"])) | {"all_backends": told}
+    told = {name: one["median_s"] for name, one in (("plain", plain), ("compiled", fused))}
+    return min((plain, fused), key=lambda one: float(one["median_s"])) | {"all_ways": told}
 
 
 def _stepping(s: Session, found: Record | None, what: Record) -> None:

@@ -18,7 +18,7 @@ from cuda import poisoned, record, timed, write
 from torch import Tensor
 
 from msrnn.attention import Attention, mix
-from msrnn.ops import NEVER, eager, gpu
+from msrnn.ops import NEVER, eager, gpu, gpu_rows
 from msrnn.policy import Policy, parse
 
 
@@ -235,11 +235,14 @@ def model(batches: tuple[int, ...] = (1, 32), length: int = 4096) -> None:
 
 
 def sanitize() -> None:
-    """A small case under compute-sanitizer."""
+    """Small cases under compute-sanitizer: the scan, and the closing of gaps after it."""
     for text in ("tova:40", "h2o:40"):
         policy = parse(text)
         for window in (None, 30):
-            gpu.scan(*chunk(policy, 2, 32, 4, 20, 50, padded=True), policy, window)
+            made = chunk(policy, 2, 32, 4, 20, 50, padded=True)
+            expiry = gpu.scan(*made, policy, window).expiry
+            rows = tuple(torch.randn(2, 4, 70, 64, device="cuda") for _ in range(2))
+            gpu_rows.compact(made[1].clone(), made[3], rows, expiry, 70, 50)
     torch.cuda.synchronize()
     record("sanitized")
 

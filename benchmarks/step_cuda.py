@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -368,14 +369,15 @@ def kernels() -> None:
 
 
 def sanitize() -> None:
-    """Small cases under compute-sanitizer."""
+    """Small cases under compute-sanitizer, deciding in line and beside."""
     for text, shape in (("tova:40", (2, 8, 2, 64)), ("h2o:70", (2, 4, 4, 80)), ("tova:513", (1, 4, 4, 128))):
         for window in (None, 30):
             policy, attention = parse(text), Attention(0.1, window=window)
             state, slot = filled(policy, shape, torch.bfloat16, window)
-            for _ in range(3):
+            for where in (nullcontext(), gpu_step.Side(slot.device), nullcontext()):
                 held = (state.keys, state.values, state.positions, state.scores, slot, state.seen)
-                gpu_step.step(*token(state, shape[1]), *held, policy, attention)
+                with where:
+                    gpu_step.step(*token(state, shape[1]), *held, policy, attention)
                 state.seen += 1
     torch.cuda.synchronize()
     record("sanitized")

@@ -152,6 +152,7 @@ def test_the_opponent_compiled_is_the_same_model(monkeypatch):
         (["--policy", "tovo:8"], "did you mean 'tova:8'"),
         (["--shape", "./nowhere"], "there is no file or folder"),
         (["--batch", "0"], "too small"),
+        (["--length", "64", "--most", "10"], "every prompt has more than 10 tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, quick_gate, arguments, says):
@@ -164,4 +165,4 @@ def test_bandwidth_and_times():
     assert len(measure.seconds(lambda: None, CPU, runs=3, least=0.001)) == 3
     full = prefill.fastest_full(shapes.make("tiny", torch.float32, "cpu"), 1, 16, runs=1)
     assert full["policy"] == "full"
-    assert run.count(run.PARTS, run.Settings(("a", "b"), 8, (1, 2), (4,), 4)) == 3 + 6 + 6 + 2
+    assert run.count(run.PARTS, run.Settings(("a", "b"), 8, (1, 2), ((4, 1), (4, 2)), 4)) == 3 + 6 + 6 + 2

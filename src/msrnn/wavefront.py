@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import ops, recurrence
+from . import recurrence
 from .adapters.hf import BoundedCache, BoundedLayer, BoundIgnored
 from .attention import Attention
 from .columns import Columns
@@ -52,19 +52,6 @@ class Standing(Columns):
             pairs.append((self._scores, self.state.scores))
         for mine, theirs in pairs:
             mine[:, :, : self.used] = theirs[:, :, : self.used]
-
-    def keep(self, expiry: Tensor, scores: Tensor | None) -> None:
-        if not expiry.is_cuda or not ops.compiled("cuda"):
-            super().keep(expiry, scores)
-            return
-        from .ops import gpu_rows
-
-        if self._scores is not None and scores is not None:
-            self._scores[:, :, : self.used] = scores
-        assert self.state.limit is not None
-        end = self.state.limit - 1
-        gpu_rows.compact(self._births, self._scores, (self._keys, self._values), expiry, self.used, end)
-        self.used = end
 
 
 class RelayLayer(BoundedLayer):

@@ -120,6 +120,22 @@ def largest(model: PreTrainedModel, policy: str, context: int, **more: object) -
     return None
 
 
+def largest_full(model: PreTrainedModel, context: int, same: Record | None = None, **more: object) -> Record | None:
+    """The opponent at its largest batch: by PyTorch's attention, and by our own kernel without scores.
+
+    `same` is a `full_step` at one batch: where our kernel is not the fastest there, it is not tried here.
+    """
+    ways = [("full", {"reading": "exact"})]
+    if context <= 2**15 and (same is None or same["policy"] != "full"):
+        ways.append((f"window:{context - 1}", {}))
+    found = [largest(model, policy, context, **more, **how) for policy, how in ways]
+    made = [one for one in found if one is not None]
+    if not made:
+        return None
+    told = {one["reading"] or "our kernel": one["tokens_per_s"] for one in made}
+    return max(made, key=lambda one: float(one["tokens_per_s"])) | {"all_readings": told}
+
+
 def estimate(model: PreTrainedModel, policy: str, context: int) -> int:
     """How many rows fit into what is free, a twentieth and a few logits aside."""
     one = Engine(model, policy, batch=1, length=context, graphs=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -16,19 +16,19 @@ PARTS = ("table", "same", "prefill", "generate")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. `batches`: for the same-batch part and for prefill."""
+    """What to measure. `batches`: when decoding; `prompts`: how long and how many at once."""
 
     policies: tuple[str, ...]
     context: int
     batches: tuple[int, ...]
-    lengths: tuple[int, ...]
+    prompts: tuple[tuple[int, int], ...]
     chunk: int
     runs: int = 5
     compiled: bool = False
     bytes_per_second: float | None = None
 
     @property
-    def stepping(self) -> dict[str, object]:
+    def stepping(self) -> dict[str, Any]:
         return {"runs": self.runs, "compiled": self.compiled, "bytes_per_second": self.bytes_per_second}
 
 
@@ -37,7 +37,7 @@ def count(parts: Sequence[str], settings: Settings) -> int:
     sizes = {
         "table": len(settings.policies) + 1,
         "same": len(settings.batches) * (len(settings.policies) + 1),
-        "prefill": len(settings.batches) * len(settings.lengths) * (len(settings.policies) + 1),
+        "prefill": len(settings.prompts) * (len(settings.policies) + 1),
         "generate": len(settings.batches),
     }
     return sum(sizes[part] for part in parts)
@@ -51,7 +51,7 @@ def run(model: PreTrainedModel, parts: Sequence[str], settings: Settings) -> Ite
 
 def _table(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
     """The paper's table 1: memory, largest batch and its speed, for a full cache and for each policy."""
-    full = decode.largest(model, "full", settings.context, **settings.stepping)
+    full = decode.largest_full(model, settings.context, **settings.stepping)
     yield full or _nothing("full", context=settings.context)
     for policy in settings.policies:
         found = decode.largest(model, policy, settings.context, **settings.stepping)
@@ -73,7 +73,7 @@ def _same(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
 def _prefill(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
     """Reading a prompt exactly, beside one pass of full attention."""
     device = model.get_input_embeddings().weight.device
-    for length, batch in product(settings.lengths, settings.batches):
+    for length, batch in settings.prompts:
         full = prefill.fastest_full(model, batch, length, runs=settings.runs)
         yield full or _nothing("full", batch=batch, length=length)
         for policy in settings.policies:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -47,8 +49,23 @@ def add(commands: options.Commands[options.Parser]) -> None:
     )
     parser.add_argument("--policy", nargs="+", metavar="POLICY", help="default: tova at 1/16 to 1/2 of the context")
     parser.add_argument("--context", type=options.whole(2), metavar="N", help="tokens when decoding (default: 4096)")
-    parser.add_argument("--batch", type=options.whole(1), nargs="+", metavar="N", help="batches (default: 1 48)")
-    parser.add_argument("--length", type=options.whole(1), nargs="+", metavar="N", help="prompts (default: 1024 4096)")
+    parser.add_argument(
+        "--batch", type=options.whole(1), nargs="+", metavar="N", help="default: 1 48; of prompts: 1 8 32 64"
+    )
+    parser.add_argument(
+        "--length",
+        type=options.whole(1),
+        nargs="+",
+        metavar="N",
+        help="prompts (default: 1024 4096 16384 65536 131072)",
+    )
+    parser.add_argument(
+        "--most",
+        type=options.whole(1),
+        default=2**17,
+        metavar="N",
+        help="tokens of all prompts at once; lengths and batches that come to more are left out (default: 131072)",
+    )
     parser.add_argument("--chunk", type=options.whole(1), default=256, metavar="N", help="of a prompt (default: 256)")
     parser.add_argument("--runs", type=options.whole(1), default=5, metavar="N", help="per figure (default: 5)")
     parser.add_argument("--compiled", action="store_true", help="let torch.compile fuse small operations")
@@ -98,6 +115,13 @@ def _settings(arguments: Namespace) -> Settings:
     from ..policy import parse
 
     small = arguments.shape == "tiny"
+    lengths = arguments.length or ((64,) if small else (1024, 4096, 16384, 65536, 131072))
+    batches = arguments.batch or ((1, 4) if small else (1, 8, 32, 64))
+    prompts = tuple(pair for pair in product(lengths, batches) if math.prod(pair) <= arguments.most)
+    if "prefill" in arguments.parts and not prompts:
+        raise ValueError(
+            f"every prompt has more than {arguments.most:,} tokens; give a larger --most or a shorter --length"
+        )
     context = arguments.context or (64 if small else 4096)
     sizes = [f"tova:1/{part}" for part in (16, 8, 4, 2)]
     policies = tuple(str(parse(text, length=context)) for text in arguments.policy or sizes)
@@ -105,7 +129,7 @@ def _settings(arguments: Namespace) -> Settings:
         policies=tuple(dict.fromkeys(policies)),
         context=context,
         batches=tuple(arguments.batch or ((1, 4) if small else (1, 48))),
-        lengths=tuple(arguments.length or ((64,) if small else (1024, 4096))),
+        prompts=prompts,
         chunk=arguments.chunk,
         runs=arguments.runs,
         compiled=arguments.compiled,

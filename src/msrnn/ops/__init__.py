@@ -30,11 +30,12 @@ def compiled(device: str) -> bool:
 
 
 def _rows(device: str) -> ModuleType:
-    if device != "cpu" or not compiled(device):
-        return eager
-    from . import cpu_rows
+    """Whoever moves rows and hides weights on a kind of device."""
+    if device == "cpu" and compiled(device):
+        from . import cpu_rows
 
-    return cpu_rows
+        return cpu_rows
+    return eager
 
 
 def scan(
@@ -79,4 +80,9 @@ def compact(
     births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
 ) -> None:
     """Close the gaps that a chunk's evictions left; see `eager.compact`."""
+    if births.is_cuda and compiled("cuda"):
+        from . import gpu_rows
+
+        gpu_rows.compact(births, scores, rows, expiry, used, end)
+        return
     _rows(births.device.type).compact(births, scores, rows, expiry, used, end)

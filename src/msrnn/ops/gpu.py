@@ -51,7 +51,7 @@ def scan(
         *(logits if sinks is None else sinks.detach().to(logits.dtype), rough, notes),
         *(units, heads // units, rows, columns),
         2**31 - 1 if policy.capacity is None else policy.capacity,
-        *(policy.first, policy.last, window or 0, *_halves(policy.momentum)),
+        *(policy.first, policy.last, window or 0, *halves(policy.momentum)),
         WINDOW=window is not None,
         SINKS=sinks is not None,
         ALL=triton.next_power_of_2(rows),
@@ -63,7 +63,7 @@ def scan(
     return Scanned(weights, mass, expiry, scores)
 
 
-def _halves(momentum: float) -> tuple[float, float]:
+def halves(momentum: float) -> tuple[float, float]:
     """As two float32, which is what a kernel takes. As a constant, every momentum would have to be compiled."""
     high = float(torch.tensor(momentum, dtype=torch.float32))
     return high, momentum - high

@@ -22,6 +22,7 @@ from ..attention import Attention
 from ..policy import Policy
 from ..state import decides_by_age
 from . import eager_step
+from .gpu import halves
 from .gpu_step_kernels import NOBODY, attend, finish
 
 # Elements of [slots, head size] that a program works on at a time, its warps, and the programs per processor up to
@@ -87,8 +88,7 @@ def step(
             *(positions, memory, slot, seen, seen if rows is None else rows),
             *(positions.stride(0), memory.stride(0), slot.stride(0)),
             *(deciding, notes.logits.shape[2], slots, NOBODY.value if policy.capacity is None else policy.capacity),
-            *(policy.first, policy.last, attention.window or 0),
-            MOMENTUM=float(policy.momentum),
+            *(policy.first, policy.last, attention.window or 0, *halves(policy.momentum)),
             MEMORY=scores is not None,
             MEMBERS=heads // units,
             V=values.shape[3],

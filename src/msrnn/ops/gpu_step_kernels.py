@@ -202,8 +202,8 @@ def _many(
 @triton.jit(do_not_specialize=["deciding", "slots", "capacity", "first", "last", "window"])
 def finish(
     logits, tops, masses, parts, output, positions, scores, slot, seen, states, positions_b, scores_b, slot_b,
-    deciding, pitch, slots, capacity, first, last, window,
-    MOMENTUM: tl.constexpr, MEMORY: tl.constexpr, MEMBERS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    deciding, pitch, slots, capacity, first, last, window, momentum, rest,
+    MEMORY: tl.constexpr, MEMBERS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +226,7 @@ def finish(
         active = (now >= 0) & (spot >= 0)
         if MEMORY:
             score = _remember(
-                scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, MOMENTUM, WIDE
+                scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, momentum, rest, WIDE
             )
         now, spot = now.to(tl.int32), spot.to(tl.int32)
         free_slot = _choose(
@@ -290,11 +290,12 @@ def _normal(tops, masses, head, mine, SPLITS: tl.constexpr, SHARES: tl.constexpr
 
 
 @triton.jit
-def _remember(scores, born, score, new, spot, active, slots, MOMENTUM: tl.constexpr, WIDE: tl.constexpr):
+def _remember(scores, born, score, new, spot, active, slots, momentum, rest, WIDE: tl.constexpr):
     """Scores with a memory: read, moved on, written back; the newcomer has none yet."""
     _, at, inside = _place(0, spot, slots, WIDE)
     held = inside & (born >= 0) & active
-    score += MOMENTUM * tl.where(held, _shifted(scores, spot, slots, 0.0, WIDE), 0.0)
+    keep = tl.full([WIDE], momentum, score.dtype) + tl.full([WIDE], rest, score.dtype)
+    score += keep * tl.where(held, _shifted(scores, spot, slots, 0.0, WIDE), 0.0)
     tl.debug_barrier()  # all have read
     tl.store(scores + at, score, mask=held)
     tl.store(scores + spot, new, mask=active)
