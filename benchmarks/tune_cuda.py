@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from msrnn.bench import decode, measure, prefill, shapes
 from msrnn.ops import gpu, gpu_step
@@ -172,9 +173,27 @@ def sides(log: Log, model: Any, small: bool) -> None:
                 measure.clear(torch.device(model.device))
 
 
+def weights(log: Log) -> None:
+    """Matmuls that share their input, one by one and as one: queries, keys and values; gate and up. Microseconds."""
+    from cuda import captured, timed
+
+    layers, wide = 8, 4096  # more layers than the cache holds
+    for name, parts in (("queries, keys, values", (4096,) * 3), ("gate, up", (11008,) * 2)):
+        whole = torch.randn(layers, sum(parts), wide, dtype=torch.bfloat16, device="cuda")
+        cut = [layer.split(parts) for layer in whole]
+        for batch in (1, 48, 384):
+            x = torch.randn(batch, wide, dtype=torch.bfloat16, device="cuda")
+            each = lambda: [linear(x, part) for layer in cut for part in layer]  # noqa: B023, E731
+            joined = lambda: [linear(x, layer) for layer in whole]  # noqa: B023, E731
+            found = {how: timed(captured(call))["us"] / layers for how, call in (("each", each), ("joined", joined))}
+            log.add(kind="weights", what=name, batch=batch, **found, ratio=found["joined"] / found["each"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=("wavefront", "plain", "profile", "scan", "step", "side"))
+    parser.add_argument(
+        "parts", nargs="+", choices=("wavefront", "plain", "profile", "scan", "step", "side", "weights")
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -183,13 +202,14 @@ def main() -> None:
     log = Log(options.out, torch.device(options.device))
     for part in options.parts:
         began = time.monotonic()
-        if part not in ("scan", "step") and model is None:
+        alone = {"scan": scans, "step": steps, "weights": weights}
+        if part not in alone and model is None:
             made = ("tiny", torch.float32) if small else ("llama-2-7b", torch.bfloat16)
             model = shapes.make(*made, options.device)
-        if part in ("scan", "step"):
+        if part in alone:
             model = None
             measure.clear(torch.device(options.device))
-            {"scan": scans, "step": steps}[part](log)
+            alone[part](log)
         else:
             {"wavefront": wavefronts, "plain": plain, "profile": profiles, "side": sides}[part](log, model, small)
         print(f"-- {part} took {time.monotonic() - began:.0f} s", flush=True)
