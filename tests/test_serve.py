@@ -122,7 +122,7 @@ def test_models_that_cannot_be_bounded_are_refused(model, started, changes, reas
     assert not started
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.33.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0"])
 def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
     monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
     with pytest.raises(Refused, match=f"vLLM {version} was never tried"):

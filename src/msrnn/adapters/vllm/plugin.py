@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from . import settings
 
-KNOWN = ("0.31", "0.32")
+KNOWN = ("0.30", "0.31", "0.32")
 _RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 BACKEND = "msrnn.adapters.vllm.backend.BoundedBackend"
 
