@@ -1,8 +1,8 @@
 """Several turns: facts told in the first message, then talk about other things, then one of the facts is asked for.
 
 The talk is made of pages of books, so that only the state, not the model's own answers, decides what is still known.
-The answer is begun for the model, so that only the fact is left to say. Recall by the number of turns between telling
-and asking; intervals resample conversations.
+The answer is begun for the model in the words of the telling, so that only the fact is left to say. Recall by the
+number of turns between telling and asking; intervals resample conversations.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class Fact:
 
 
 FACTS = (
-    Fact("my dog is called {}", "What is my dog called?", "Your dog is called", ("Rex", "Bella", "Pongo", "Felix")),
-    Fact("my sister lives in {}", "Where does my sister live?", "Your sister lives in", ("Lisbon", "Oslo", "Cairo")),
-    Fact("my car is {}", "Which colour has my car?", "Your car is", ("green", "purple", "orange", "silver")),
-    Fact("I work as a {}", "What is my job?", "You work as a", ("baker", "pilot", "nurse", "farmer")),
-    Fact("I was born in {}", "In which month was I born?", "You were born in", ("March", "June", "August", "October")),
+    Fact("my dog is called {}", "What is my dog called?", "My dog is called", ("Rex", "Bella", "Pongo", "Felix")),
+    Fact("my sister lives in {}", "Where does my sister live?", "My sister lives in", ("Lisbon", "Oslo", "Cairo")),
+    Fact("my car is painted {}", "Which colour has my car?", "My car is painted", ("green", "purple", "silver")),
+    Fact("my brother works as a {}", "What is my brother's job?", "My brother works as a", ("baker", "pilot", "nurse")),
+    Fact("my birthday is in {}", "When is my birthday?", "My birthday is in", ("March", "June", "August", "October")),
 )
+WORDS = "Answer in the words I used."  # a small model copies where it could not answer
 HEARD, TALK = "Thank you, I will remember that.", "Thank you for sharing this passage with me."
 
 
@@ -97,7 +98,7 @@ def compose(tools: Tools, talk: Talk, context: int | None) -> list[int]:
     said = [("user", talk.told), ("assistant", HEARD)]
     for page in talk.pages:
         said += [("user", f"Here is something I read:\n{page}"), ("assistant", TALK)]
-    ids = render(tools, [*said, ("user", talk.question)], talk.begun)
+    ids = render(tools, [*said, ("user", f"{talk.question} {WORDS}")], talk.begun)
     return ids[-context:] if context else ids
 
 
