@@ -7,7 +7,9 @@ the GIL, and the units of a batch are spread over as many threads as PyTorch use
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -103,7 +105,22 @@ def spread(work: Any, parts: list[tuple[int, int]], elements: int, *arguments: A
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="msrnn-scan")
+    return ThreadPoolExecutor(threads, thread_name_prefix="msrnn-scan", initializer=_unbind)
+
+
+def _unbind() -> None:
+    """Let this thread run wherever one of this process may.
+
+    A thread inherits the cores of the one that made it, and where OpenMP binds PyTorch's threads (as vLLM has it) that
+    is one core: all of the pool would share it with their maker.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            cores |= os.sched_getaffinity(int(task))
+    os.sched_setaffinity(0, cores)
 
 
 @_jit
