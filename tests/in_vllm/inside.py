@@ -61,9 +61,34 @@ def engine(model: str, policy: str | None, **options):
         cleanup_dist_env_and_memory()
 
 
-def greedy(llm, prompts: list[list[int]], tokens: int = NEW) -> list[list[int]]:
+def greedy(llm, prompts: list[list[int]], tokens: int = NEW, **extra: str) -> list[list[int]]:
+    """What is written for each; extra: arguments of ours (`prefix_id`)."""
     from vllm import SamplingParams
 
-    asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra or None)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def build(loaded, model: str, folder, name: str, ids: list[int], policy: str) -> str:
+    """A prefix, made as `msrnn state build` does, from token ids; `loaded`: the model with transformers."""
+    import msrnn
+    from msrnn.models import mark
+
+    rnn = msrnn.RNN(loaded, policy)
+    _, state = rnn.read(ids, rnn.start())
+    path = folder / f"{name}.state"
+    state.save(path, tokens=ids, notes={"weights": mark(model)})
+    return str(path)
+
+
+def connector(files: dict[str, str]) -> dict:
+    """vLLM's option for prefixes, as `msrnn serve --prefix` gives it."""
+    from msrnn.adapters.vllm.prefix import CONNECTOR, FILES
+
+    return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
+
+
+def external_hits(llm) -> float:
+    """Tokens that came from prefixes."""
+    return sum(each.value for each in llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")

@@ -4,7 +4,7 @@ import os
 from itertools import cycle, islice
 
 import pytest
-from inside import engine, greedy
+from inside import build, connector, engine, external_hits, greedy
 
 # On a CPU, vLLM makes what its pipeline stages pass on in a warm-up that it leaves out where nothing is compiled; so
 # the graph is traced, but not compiled.
@@ -19,9 +19,17 @@ TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
     ],
     ids=["tensor", "pipeline"],
 )
-def test_several_processes_write_what_one_writes(model, prompts, alone, monkeypatch, policy, processes, options):
+def test_several_processes_write_what_one_writes(
+    model, loaded, prompts, alone, monkeypatch, tmp_path, policy, processes, options
+):
+    """Also where requests start from a prefix, of which every process has its heads or its layers."""
     cores = map(str, islice(cycle(sorted(os.sched_getaffinity(0))), processes))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
-    with engine(model, policy, **options) as llm:
+    texts = {"long": prompts[-1][:150], "short": prompts[-2][:30]}  # one has forgotten some, the other nothing yet
+    files = {name: build(loaded, model, tmp_path, name, ids, policy) for name, ids in texts.items()}
+    with engine(model, policy, kv_transfer_config=connector(files), **options) as llm:
         assert llm.llm_engine.vllm_config.parallel_config.world_size == processes
+        assert greedy(llm, prompts, prefix_id="none") == alone(policy)
+        assert external_hits(llm) == 0, "all was read afresh"
         assert greedy(llm, prompts) == alone(policy)
+        assert external_hits(llm) == 180

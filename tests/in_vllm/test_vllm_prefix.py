@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from inside import engine, greedy
+from inside import build, connector, engine, external_hits, greedy
 from test_vllm_server import _wait, metric
 
 POLICIES = ("tova:64", "h2o:64")
@@ -25,48 +25,25 @@ def texts(model) -> dict[str, list[int]]:
     return {"long": ids[:150], "short": ids[400:430], "one": ids[700:701], "some": ids[800:840]}
 
 
-def build(model: str, folder, name: str, ids: list[int], policy: str) -> str:
-    """As `msrnn state build` does, from token ids."""
-    import msrnn
-    from msrnn.models import mark
-
-    loaded, _ = msrnn.load(model, dtype="float32")
-    rnn = msrnn.RNN(loaded, policy)
-    _, state = rnn.read(ids, rnn.start())
-    path = folder / f"{name}.state"
-    state.save(path, tokens=ids, notes={"weights": mark(model)})
-    return str(path)
-
-
-def connector(files: dict[str, str]) -> dict:
-    from msrnn.adapters.vllm.prefix import CONNECTOR, FILES
-
-    return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
-
-
-def external_hits(llm) -> float:
-    return sum(each.value for each in llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_answers_equal_reading_it_afresh(model, texts, tmp_path, policy):
+def test_answers_equal_reading_it_afresh(model, loaded, texts, tmp_path, policy):
     """Mixed in one batch: hits of both prefixes, whose rest is one token or many, and a text that begins otherwise."""
     long, short, one, some = (texts[name] for name in ("long", "short", "one", "some"))
     prompts = [long + some, short + some, long + one, some + long, long[:100], short + one, long + some[:7]]
     with engine(model, policy) as llm:
         afresh = greedy(llm, prompts)
-    files = {name: build(model, tmp_path, name, texts[name], policy) for name in ("long", "short")}
+    files = {name: build(loaded, model, tmp_path, name, texts[name], policy) for name in ("long", "short")}
     with engine(model, policy, kv_transfer_config=connector(files)) as llm:
         assert greedy(llm, prompts) == afresh
         assert external_hits(llm) == 3 * len(long) + 2 * len(short)
         assert greedy(llm, prompts[:1]) == afresh[:1], "the state in memory is not moved on by those who start from it"
 
 
-def test_a_name_that_does_not_fit_is_read_afresh(model, texts, tmp_path):
+def test_a_name_that_does_not_fit_is_read_afresh(model, loaded, texts, tmp_path):
     """`prefix_id` picks one prefix; a request that does not begin with it gets the right answer all the same."""
     from vllm import SamplingParams
 
-    files = {name: build(model, tmp_path, name, texts[name], "tova:64") for name in ("long", "short")}
+    files = {name: build(loaded, model, tmp_path, name, texts[name], "tova:64") for name in ("long", "short")}
     prompt = {"prompt_token_ids": texts["long"] + texts["some"]}
 
     def ask(llm, name: str) -> list[int]:

@@ -92,6 +92,23 @@ def test_the_same_engine_starts_without_them(tiny):
         assert len(greedy(llm, [[1, 2, 3]], 2)[0]) == 2
 
 
+@pytest.mark.parametrize("worker", ["CPU_ATTN", "any layout"])
+def test_a_worker_that_the_policy_did_not_reach_ends_the_start(tiny, worker):
+    """Where heads are spread, specs of one layer differ; where layers are, only what workers say of their layouts."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+
+    from msrnn.adapters.vllm.backend import BoundedBackend
+
+    stock = [CPUAttentionBackend] if worker == "CPU_ATTN" else []
+    said = [[layout.name for layout in get_supported_kv_cache_layouts(of)] for of in ([BoundedBackend], stock)]
+    config = EngineArgs(tiny(LLAMA), skip_tokenizer_init=True).create_engine_config()
+    with pytest.raises(AssertionError, match="Workers disagree"):
+        resolve_kv_cache_layout(config, said)
+    assert resolve_kv_cache_layout(config, said[:1] * 2).name == said[0][0]
+
+
 def plain_server(model: str, *options: str, **environment: str) -> str:
     """What vLLM's own server says before it ends, as it must, with an error."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...policy import Policy
 from . import metrics
@@ -53,6 +54,14 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return True  # our own; others are refused
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Whole blocks, in an order that no other backend asks for.
+
+        vLLM ends the start where workers differ in this: so one that the policy did not reach cannot go on unbounded.
+        """
+        return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 
     @classmethod
     def customize_spec(cls, spec: Any) -> BoundedSpec:
