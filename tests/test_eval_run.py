@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from msrnn.cli import main
-from msrnn.eval import tasks
+from msrnn.eval import data, tasks
 from msrnn.eval.experiment import make_experiment
 from msrnn.eval.record import read_lines, read_records
-from msrnn.eval.run import batches, in_turns, run
+from msrnn.eval.run import _bar, batches, in_turns, run
 from msrnn.eval.task import Sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,6 +115,22 @@ def test_records_are_of_samples_that_all_policies_have_done(folder, tmp_path):
     assert records == []
     records = go(experiment(folder, chunk=64, limit=2, policies=["full", "tova:16"]), out)
     assert {record.samples for record in records} == {2}
+
+
+def test_policies_share_one_pass_over_the_data(folder, tmp_path, monkeypatch):
+    """Books are opened and tokenized once, and every policy has taken a batch before the next one begins."""
+    opened, books = [], data.books
+    monkeypatch.setattr(data, "books", lambda place: opened.append(place) or books(place))
+    go(experiment(folder, chunk=64, batch=2, limit=6, policies=["full", "tova:16", "h2o:16"]), tmp_path / "r.jsonl")
+    assert len(opened) == 1
+    taken = [line["policy"] for _, line in read_lines(tmp_path / "r.samples.jsonl") if "policy" in line]
+    assert taken == 3 * ["full", "full", "tova:16", "tova:16", "h2o:16", "h2o:16"]
+
+
+def test_the_bar_says_what_is_done_and_how_long_the_rest_takes():
+    with _bar(1000, "pg19", quiet=False) as bar:
+        bar.n, bar.start_t = 250, bar.start_t - 5
+        assert re.search(r"pg19: +25%.*250/1.00k \[00:05<00:1[45], ", str(bar))
 
 
 def test_a_limit_takes_from_every_group():

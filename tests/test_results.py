@@ -329,6 +329,19 @@ def test_markdown_is_printed(results: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["report", str(results), "--markdown", "-o", "x.html"]) == 2
 
 
+def test_the_folder_results_need_not_be_named(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (["report"], ["plot", "-o", "figures"]):
+        assert main(command) == 2
+        assert "there is no file results" in capsys.readouterr().err
+    (tmp_path / "results").mkdir()
+    write_records(tmp_path / "results" / "pg19.jsonl", pg19())
+    assert main(["report"]) == 0
+    assert "PG-19 perplexity by capacity" in (tmp_path / "report.html").read_text()
+    assert main(["plot", "-o", "figures", "--figure", "perplexity"]) == 0
+    assert (tmp_path / "figures" / "perplexity.png").exists()
+
+
 def test_empty_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.jsonl").touch()
     assert main(["report", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "r.html")]) == 2

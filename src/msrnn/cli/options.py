@@ -143,6 +143,11 @@ def add_output(parser: Parser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress on standard error")
 
 
+def add_results(parser: Parser) -> None:
+    about = "files of records, traces, or folders of them (default: results, where msrnn eval puts records)"
+    parser.add_argument("results", nargs="*", default=["results"], metavar="RESULTS", help=about)
+
+
 def check_sampling(arguments: argparse.Namespace) -> None:
     for name in ("top_p", "top_k"):
         if getattr(arguments, name) is not None and arguments.temperature == 0:

@@ -25,7 +25,7 @@ examples:
 
 def add(commands: options.Commands[options.Parser]) -> None:
     parser = commands.add_parser("plot", help="figures from results", description=_ABOUT, epilog=_MORE)
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, traces, or folders of them")
+    options.add_results(parser)
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the figures")
     parser.add_argument("--figure", metavar="NAME", help="this one only (default: all there is something for)")
     parser.add_argument("--format", choices=("png", "svg", "pdf"), default="png", help="(default: png)")

@@ -14,7 +14,7 @@ the conditions, and the command that makes each again. The page needs no other f
 """
 _MORE = """\
 examples:
-  msrnn report results -o report.html
+  msrnn report                               # everything in the folder results, where msrnn eval puts its records
   msrnn report results/pg19.jsonl traces/ -o report.html --title "PG-19 on my model"
   msrnn report results --markdown            # the tables alone, on standard output
 """
@@ -22,7 +22,7 @@ examples:
 
 def add(commands: options.Commands[options.Parser]) -> None:
     parser = commands.add_parser("report", help="a page of tables and figures", description=_ABOUT, epilog=_MORE)
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, traces, or folders of them")
+    options.add_results(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html)")
     parser.add_argument("--title", default="msrnn: results", help="(default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown instead")
