@@ -28,6 +28,7 @@ SHORT = {
     "arithmetic": ["--tokens", "40", "--capacity", "24", "--sums", "2"],
     "domains": ["--tokens", "40", "--capacity", "16"],
     "encoder_decoder": ["--tokens", "24", "--capacity", "8", "--new-tokens", "6"],
+    "frozen_positions": ["--tokens", "40", "--capacity", "16", "--rows", "2", "--pieces", "8"],
     "other_rules": ["--tokens", "40", "--capacity", "16"],
     "passes": ["--tokens", "30", "--capacity", "16", "--passes", "2"],
     "scoring_layer": ["--tokens", "40", "--capacity", "16", "--layers", "2"],
