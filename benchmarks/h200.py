@@ -216,7 +216,7 @@ def _earlier(path: Path, figure: str) -> Record | None:
 
 def memory(s: Session) -> None:
     """How far memory rises above weights and graphs, the graphs of rounds being made by a first reading."""
-    for length in (4096, 131072) if not s.small else (64, 256):
+    for length in (4096, 65536, 131072) if not s.small else (64, 256):
         how = {"chunk": 16, "lanes": 2} if s.small else {}
         s.figure(
             f"peak memory, prefill {length} x 1: {s.policy}, wavefront",

@@ -158,19 +158,30 @@ def steps(log: Log) -> None:
 
 def sides(log: Log, model: Any, small: bool) -> None:
     """A whole step, victims chosen in line or beside the model."""
-    policies = ("tova:512", "window:512") if not small else ("tova:16",)
     for batch in (1, 48, 384) if not small else (2,):
-        for policy in policies:
+        for policy in ("tova:512", "window:512") if not small else ("tova:16",):
             for beside in (False, True):
                 engine = decode.Engine(model, policy, batch=batch, length=4096)
                 if not beside:
                     engine._side = nullcontext()
-                decode.fill(engine, 4096)
-                once = engine.capture().replay if engine.graphs else lambda engine=engine: engine._step(False)
-                found = measure.timed(measure.seconds(once, engine.rnn.device, 5))
-                log.add(kind="side", policy=policy, batch=batch, beside=beside, **found)
-                del engine, once
-                measure.clear(torch.device(model.device))
+                log.add(kind="side", policy=policy, batch=batch, beside=beside, **_step(engine))
+
+
+def joins(log: Log, model: Any, small: bool) -> None:
+    """A whole step, matmuls that share their input one by one or as one."""
+    for batch in (1, 48, 384) if not small else (2,):
+        for joined in (False, True):
+            engine = decode.Engine(model, "tova:512" if not small else "tova:16", batch=batch, joined=joined)
+            log.add(kind="joined", policy="tova:512", batch=batch, joined=joined, **_step(engine))
+
+
+def _step(engine: decode.Engine) -> dict[str, Any]:
+    """A step of an engine that nobody else needs."""
+    decode.fill(engine, 4096)
+    once = engine.capture().replay if engine.graphs else lambda: engine._step(False)
+    found = measure.timed(measure.seconds(once, engine.rnn.device, 5))
+    measure.clear(engine.rnn.device)
+    return found
 
 
 def weights(log: Log) -> None:
@@ -189,11 +200,13 @@ def weights(log: Log) -> None:
             log.add(kind="weights", what=name, batch=batch, **found, ratio=found["joined"] / found["each"])
 
 
+ALONE = {"scan": scans, "step": steps, "weights": weights}
+WITH_MODEL = {"wavefront": wavefronts, "plain": plain, "profile": profiles, "side": sides, "joined": joins}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "parts", nargs="+", choices=("wavefront", "plain", "profile", "scan", "step", "side", "weights")
-    )
+    parser.add_argument("parts", nargs="+", choices=[*ALONE, *WITH_MODEL])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -202,16 +215,14 @@ def main() -> None:
     log = Log(options.out, torch.device(options.device))
     for part in options.parts:
         began = time.monotonic()
-        alone = {"scan": scans, "step": steps, "weights": weights}
-        if part not in alone and model is None:
-            made = ("tiny", torch.float32) if small else ("llama-2-7b", torch.bfloat16)
-            model = shapes.make(*made, options.device)
-        if part in alone:
+        if part in ALONE:
             model = None
             measure.clear(torch.device(options.device))
-            alone[part](log)
+            ALONE[part](log)
         else:
-            {"wavefront": wavefronts, "plain": plain, "profile": profiles, "side": sides}[part](log, model, small)
+            made = ("tiny", torch.float32) if small else ("llama-2-7b", torch.bfloat16)
+            model = model or shapes.make(*made, options.device)
+            WITH_MODEL[part](log, model, small)
         print(f"-- {part} took {time.monotonic() - began:.0f} s", flush=True)
 
 

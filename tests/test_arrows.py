@@ -47,6 +47,7 @@ ORDER = (
     "adapters.vllm.connector",
     "sampling",
     "fused",
+    "joined",
     "wavefront",
     "engine",
     "bench",

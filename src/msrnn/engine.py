@@ -8,6 +8,7 @@ The device decides by itself which rows have ended, so the host stays one step b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from .adapters.hf import BoundedCache
 from .adapters.static import Reading, StaticCache
 from .fused import fused
+from .joined import Joined
 from .ops.step import side
 from .policy import PolicyLike
 from .recurrence import CHUNK
@@ -148,12 +150,14 @@ class Engine:
         compiled: bool = False,
         reading: Reading | None = None,
         wavefront: bool | None = None,
+        joined: bool | None = None,
     ) -> None:
         """`graphs`: None means on a GPU. `compiled` lets torch.compile fuse what lies between the matmuls.
 
         `chunk`: tokens of a prompt whose evictions are one scan; None is what is fastest here. `reading`: how a full
         cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a long prompt that comes
-        alone has several chunks under way at once; None means on a GPU, where that is faster.
+        alone has several chunks under way at once; None means on a GPU, where that is faster. `joined`: matmuls that
+        read the same input are one, their weights side by side; None means with graphs.
         """
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
@@ -167,6 +171,8 @@ class Engine:
         self.graphs = on_gpu if graphs is None else graphs
         if self.graphs and not on_gpu:
             raise ValueError(f"CUDA graphs need a GPU, and the model is on {self.rnn.device}; leave graphs out")
+        self.joined = self.graphs if joined is None else joined
+        self._weights = Joined(model) if self.joined else nullcontext()
         self._call = fused(self._forward) if compiled else self._forward
         self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
@@ -175,7 +181,7 @@ class Engine:
         wavefront, self._long = (self.graphs, LONG) if wavefront is None else (wavefront, 0)
         self.front = None
         if wavefront and not endless:
-            self.front = Wavefront(self.rnn, chunk=chunk or CHUNK_IN_WAVE, compiled=compiled)
+            self.front = Wavefront(self.rnn, chunk=chunk or CHUNK_IN_WAVE, compiled=compiled, joined=self.joined)
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
         """The new tokens of every prompt, in order; `settings` are those of a Request."""
@@ -287,7 +293,7 @@ class Engine:
         rows, seen = self.rows, self.cache.seen
         active = seen >= 0
         self.cache.begin()
-        with self._side:
+        with self._side, self._weights:
             logits = self._call(rows.token, seen.clamp(min=0))
         if sampled:
             token = pick(logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.count)

@@ -20,6 +20,7 @@ from .adapters.hf import BoundedCache, BoundedLayer, BoundIgnored
 from .attention import Attention
 from .columns import Columns
 from .fused import fused
+from .joined import Joined
 from .ops import beside
 from .rnn import RNN
 from .state import State
@@ -113,9 +114,16 @@ class Wavefront:
     """Reads one prompt at a time. Made once; rounds of each size are captured at first use."""
 
     def __init__(
-        self, rnn: RNN, *, chunk: int = CHUNK, lanes: int = LANES, laps: int = LAPS, compiled: bool = False
+        self,
+        rnn: RNN,
+        *,
+        chunk: int = CHUNK,
+        lanes: int = LANES,
+        laps: int = LAPS,
+        compiled: bool = False,
+        joined: bool | None = None,
     ) -> None:
-        """`compiled` lets torch.compile fuse what lies between the matmuls."""
+        """`compiled` lets torch.compile fuse what lies between the matmuls; `joined` (None: on a GPU) joins those."""
         for name, value in (("chunk", chunk), ("lanes", lanes), ("laps", laps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -131,6 +139,7 @@ class Wavefront:
         self.tokens = torch.zeros(1, laps * lanes * chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros(1, 1, dtype=torch.int64, device=device)
         streams = lanes if device.type == "cuda" else 0
+        self._weights = Joined(rnn.model) if (streams > 0 if joined is None else joined) else nullcontext()
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def fits(self, length: int) -> bool:
@@ -222,7 +231,7 @@ class Wavefront:
         lanes, mains = self.streams[:size], [torch.cuda.current_stream()] if self.streams else []
         for stream in lanes:
             stream.wait_stream(mains[0])
-        with beside.together(min(size, self.lanes)):
+        with beside.together(min(size, self.lanes)), self._weights:
             for index in range(size):
                 part = slice(index * self.chunk, (index + 1) * self.chunk)
                 with _on(lanes[index % len(lanes)] if lanes else None):

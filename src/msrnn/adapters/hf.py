@@ -463,6 +463,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def bounded(self) -> Iterator[BoundedLayer]:
         return (layer for layer in self.layers if isinstance(layer, BoundedLayer))
 
+    @_outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -9,34 +9,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..eval.record import Record
-from .records import chosen, family
-from .style import SIZE_LOOKS, head, name_lines, new_figure, plain, save_figure
+from .records import chosen, families, family
+from .style import Look, head, looks, name_lines, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def needle_maps(records: Sequence[Record], path: str | Path) -> Path:
-    """Recall by length and depth, a panel for each kind and policy; every cell says its number."""
+    """Recall by length and depth: a column for each policy, a row for each kind and capacity; cells say their number."""
     mine = chosen(records, "needle", "recall")
-    kinds = sorted({str(one.cell["kind"]) for one in mine})
-    policies = sorted({one.policy for one in mine}, key=lambda name: (name != "full", family(name), _size(mine, name)))
-    figure = new_figure(2.5 * len(policies) + 1.2, 2.5 * len(kinds) + 0.8)
-    panels = figure.subplots(len(kinds), len(policies), squeeze=False, sharex=True, sharey=True)
-    for row, kind in zip(panels, kinds, strict=True):
-        for axes, policy in zip(row, policies, strict=True):
-            shown = _panel(axes, [one for one in mine if one.policy == policy and one.cell["kind"] == kind])
-            axes.set_title(f"{policy}, {kind}", fontsize=9)
-        row[0].set_ylabel("depth (0: the beginning)", fontsize=8.5)
+    names, sizes = list(families(mine)), _sizes(mine)
+    rows = [(kind, size) for kind in sorted({str(one.cell["kind"]) for one in mine}) for size in sizes]
+    figure = new_figure(2.1 * len(names) + 1.2, 1.9 * len(rows) + 0.8)
+    panels = figure.subplots(len(rows), len(names), squeeze=False)
+    for row, (kind, size) in zip(panels, rows, strict=True):
+        for axes, name in zip(row, names, strict=True):
+            found = [one for one in _at(mine, size) if family(one.policy) == name and one.cell["kind"] == kind]
+            shown = _panel(axes, found)
+            axes.set_title(f"{found[0].policy if found else name}, {kind}".replace(",profile=", ",\n"), fontsize=8)
+        row[0].set_ylabel("depth (0: the beginning)", fontsize=8)
     for axes in panels[-1]:
-        axes.set_xlabel("length (tokens)", fontsize=8.5)
-    figure.colorbar(shown, ax=list(panels.flat), label="recall", shrink=0.8)
+        axes.set_xlabel("length (tokens)", fontsize=8)
+    figure.colorbar(shown, ax=list(panels.flat), label="recall", shrink=min(1.0, 2 / len(rows)))
     head(figure, mine, "Recall of one hidden number")
     return save_figure(figure, path)
 
 
-def _size(mine: Sequence[Record], policy: str) -> float:
-    return next(one.capacity or 0 for one in mine if one.policy == policy)
+def _sizes(mine: Sequence[Record]) -> list[int | None]:
+    """The capacities there are; None, for `full` alone, where there are none."""
+    return sorted({round(one.capacity) for one in mine if one.capacity}) or [None]
+
+
+def _at(mine: Sequence[Record], size: int | None) -> list[Record]:
+    """What was measured at one capacity, and `full` beside it."""
+    return [one for one in mine if one.capacity is None or round(one.capacity) == size]
 
 
 def _panel(axes: Axes, found: Sequence[Record]) -> Any:
@@ -57,23 +64,31 @@ def _panel(axes: Axes, found: Sequence[Record]) -> Any:
 
 
 def turns_recall(records: Sequence[Record], path: str | Path) -> Path:
-    """Recall of a fact told early, by the turns of other talk between."""
+    """Recall of a fact told early, by the turns of other talk between: a panel for each capacity."""
     mine = [one for one in chosen(records, "turns", "recall") if "turns" in one.cell]
-    figure = new_figure(7.5, 4.2)
-    axes = figure.subplots()
-    policies = list(dict.fromkeys(one.policy for one in mine))
-    look = {name: SIZE_LOOKS[index % len(SIZE_LOOKS)] for index, name in enumerate(policies)}
-    ends = {}
-    for policy, style in look.items():
-        points = sorted((float(one.cell["turns"]), one.value) for one in mine if one.policy == policy)
-        axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dash, marker=style.marker)
-        ends[policy] = points[-1]
-    axes.set_ylim(-0.03, 1.03)
-    far = max(x for x, _ in ends.values())
-    axes.set_xlim(-0.3, max(far, 1) * 1.35)
-    axes.set_xlabel("turns between telling and asking", fontsize=9)
-    axes.set_ylabel("recall", fontsize=9)
-    plain(axes)
+    sizes, look = _sizes(mine), looks(list(families(mine)))
+    figure = new_figure(4.2 * len(sizes) + 0.6, 4.2)
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    ends = [_turns_panel(axes, _at(mine, size), look) for axes, size in zip(panels, sizes, strict=True)]
+    for axes, size in zip(panels, sizes, strict=True):
+        axes.set_title("everything kept" if size is None else f"capacity {size:,}", fontsize=10)
+        axes.set_xlabel("turns between telling and asking", fontsize=9)
+        plain(axes)
+    panels[0].set_ylabel("recall", fontsize=9)
     head(figure, mine, "Facts told early, asked late")
-    name_lines(axes, ends, look, side="right")
+    for axes, found in zip(panels, ends, strict=True):
+        name_lines(axes, found, look, side="right")
     return save_figure(figure, path)
+
+
+def _turns_panel(axes: Axes, found: Sequence[Record], look: dict[str, Look]) -> dict[str, tuple[float, float]]:
+    """The lines of one capacity; where each of them ends."""
+    ends = {}
+    for name, some in families(found).items():
+        points, style = sorted((float(one.cell["turns"]), one.value) for one in some), look[name]
+        axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dash, marker=style.marker,
+                  linewidth=style.width)  # fmt: skip
+        ends[name] = points[-1]
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xlim(-0.3, max(1.0, *(x for x, _ in ends.values())) * 1.6)  # names stand to the right of the lines
+    return ends

@@ -60,7 +60,12 @@ def step(
     found = timed(seconds(once, device, runs))
     kept = sum(_kept_bytes(layer) for layer in engine.cache.static)
     record: Record = {"kind": "step", "policy": policy, "batch": batch, "context": context, "reading": reading}
-    record |= {"graph": engine.graphs, "compiled": compiled, "state_bytes": engine.cache.nbytes} | found
+    record |= {
+        "graph": engine.graphs,
+        "compiled": compiled,
+        "joined": engine.joined,
+        "state_bytes": engine.cache.nbytes,
+    } | found
     record["tokens_per_s"] = batch / found["median_s"]
     if device.type == "cuda":
         record["peak_bytes"] = torch.cuda.max_memory_allocated(device)

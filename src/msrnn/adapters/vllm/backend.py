@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...policy import Policy
 from . import metrics
-from .batch import Batch, batch_of
+from .batch import Batch, Fixed, batch_of
 from .plugin import Refused
 from .spec import BoundedSpec, bounded
 
@@ -98,12 +98,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         self.layers = vllm_config.compilation_config.static_forward_context
         self.counts = metrics.wanted() and layer_names[0] == next(iter(bounded_layers(self.layers)), None)
         self.meter: metrics.Meter | None = None
+        graphs = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        self.fixed = Fixed(max(vllm_config.scheduler_config.max_num_seqs, graphs), device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         common = common_attn_metadata
-        blocks, seen = common.block_table_tensor[:, 0].long(), common.compute_num_computed_tokens().long()
+        blocks, seen = self.fixed.put(common.block_table_tensor[:, 0], common.compute_num_computed_tokens())
         made = Metadata(**vars(batch_of(blocks, seen, common.query_start_loc_cpu.tolist())))
         if self.counts and made.seen_list:
             self.count(blocks, made.seen_list, made.starts[-1])
