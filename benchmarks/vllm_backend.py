@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from msrnn import recurrence
-from msrnn.adapters.vllm.batch import attend, batch_of
+from msrnn.adapters.vllm.batch import Batch, Fixed, attend, batch_of
 from msrnn.adapters.vllm.block import Blocks, Layout
 from msrnn.attention import Attention
 from msrnn.machine import commit, machine, now, versions
@@ -139,11 +139,16 @@ def _replay(
     On a GPU from a CUDA graph, which knows nothing of the host.
     """
     device, rows = texts[0][0].device, len(homes) + 2
-    index = torch.tensor([*homes, 0, 0], device=device)
-    seen = torch.zeros(rows, dtype=torch.int64, device=device)
+    fixed, starts = Fixed(rows + 3, device), list(range(rows + 1))
+
+    def next_batch(counts: list[int]) -> Batch:
+        """As the builder makes it of vLLM's tensors, before every batch."""
+        table, computed = (torch.tensor([*of, 0, 0], dtype=torch.int32, device=device) for of in (homes, counts))
+        return batch_of(*fixed.put(table, computed), starts)
+
     new = [torch.zeros(rows, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
     output = torch.empty_like(new[0])
-    batch = batch_of(index, seen, list(range(rows + 1)))
+    batch = next_batch([0] * len(homes))
     assert batch.begins
     assert device.type == "cpu" or not batch.block_list, "metadata of steps must stay on the device"
 
@@ -158,9 +163,9 @@ def _replay(
         part.copy_(old)
     for _ in range(steps):
         for i in range(len(homes)):
-            seen[i] = read[i]
             for n in range(3):
                 new[n][i] = texts[i][n][read[i]]
+        next_batch(read)  # the graph holds the first one
         replay()
         for i in range(len(homes)):
             got[i].append(output[i : i + 1].clone())

@@ -35,3 +35,16 @@ def test_the_check_sees_another_policy(script, monkeypatch):
         script, "attend", lambda blocks, batch, q, k, v, policy, *rest: real(blocks, batch, q, k, v, other, *rest)
     )
     assert not script.check("tova:48", torch.device("cpu"))["right"]
+
+
+def test_a_batch_of_steps_asks_nothing_of_the_device(script):
+    """As vLLM replays a graph: what a batch is made of lies where that of the batch before lay."""
+    fixed = script.Fixed(8, torch.device("meta"))
+    steps = script.batch_of(*fixed.put(*torch.zeros(2, 4, device="meta")), [0, 1, 2, 3, 3])
+    assert steps.steps == 4
+    assert steps.begins
+    assert steps.block_list == steps.seen_list == []
+    real = script.Fixed(8, torch.device("cpu"))
+    first, second = (real.put(*torch.full((2, 4), number, dtype=torch.int32)) for number in (3, 5))
+    assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
+    assert first[0].tolist() == [5] * 4

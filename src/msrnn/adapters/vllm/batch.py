@@ -33,7 +33,7 @@ class Batch:
 
 
 class Fixed:
-    """Where a batch's `blocks` and `seen` lie on the device: a CUDA graph reads them where they were when it was made."""
+    """Where a batch's `blocks` and `seen` lie on the device; a CUDA graph reads them where they were at its making."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.memory = torch.zeros(2, rows, dtype=torch.int64, device=device)
