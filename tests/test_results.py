@@ -342,6 +342,16 @@ def test_the_folder_results_need_not_be_named(tmp_path: Path, monkeypatch: Any, 
     assert (tmp_path / "figures" / "perplexity.png").exists()
 
 
+def test_recall_of_policies_that_were_not_all_run_at_every_capacity(tmp_path: Path, capsys: Any) -> None:
+    """A row of panels for each capacity and kind, and room left where a policy was not run."""
+    more = [replace(one, policy="tova:256", capacity=256) for one in recall() if one.policy == "tova:512"]
+    assert {one.task for one in more} == {"needle", "turns"}
+    write_records(tmp_path / "r.jsonl", [*recall(), *more])
+    for name in ("needle", "turns"):
+        assert main(["plot", str(tmp_path / "r.jsonl"), "-o", str(tmp_path / "out"), "--figure", name]) == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["needle.png", "turns.png"]
+
+
 def test_empty_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.jsonl").touch()
     assert main(["report", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "r.html")]) == 2

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 
 
 def needle_maps(records: Sequence[Record], path: str | Path) -> Path:
-    """Recall by length and depth: a column for each policy, a row for each kind and capacity; cells say their number."""
+    """Recall by length and depth: a column for each policy, a row for each kind and capacity, numbers in the cells."""
     mine = chosen(records, "needle", "recall")
     names, sizes = list(families(mine)), _sizes(mine)
     rows = [(kind, size) for kind in sorted({str(one.cell["kind"]) for one in mine}) for size in sizes]
     figure = new_figure(2.1 * len(names) + 1.2, 1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), len(names), squeeze=False)
+    shown = None
     for row, (kind, size) in zip(panels, rows, strict=True):
         for axes, name in zip(row, names, strict=True):
             found = [one for one in _at(mine, size) if family(one.policy) == name and one.cell["kind"] == kind]
-            shown = _panel(axes, found)
-            axes.set_title(f"{found[0].policy if found else name}, {kind}".replace(",profile=", ",\n"), fontsize=8)
+            shown = _panel(axes, found) or shown
+            sized = name if size is None or name == "full" else f"{name} {size:,}"
+            axes.set_title(f"{sized}, {kind}" if found else "", fontsize=8)
         row[0].set_ylabel("depth (0: the beginning)", fontsize=8)
     for axes in panels[-1]:
         axes.set_xlabel("length (tokens)", fontsize=8)
@@ -47,6 +49,9 @@ def _at(mine: Sequence[Record], size: int | None) -> list[Record]:
 
 
 def _panel(axes: Axes, found: Sequence[Record]) -> Any:
+    if not found:
+        axes.set_axis_off()
+        return None
     lengths = sorted({float(one.cell["length"]) for one in found})
     depths = sorted({float(one.cell["depth"]) for one in found})
     square = np.full((len(depths), len(lengths)), np.nan)
@@ -89,6 +94,7 @@ def _turns_panel(axes: Axes, found: Sequence[Record], look: dict[str, Look]) -> 
         axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dash, marker=style.marker,
                   linewidth=style.width)  # fmt: skip
         ends[name] = points[-1]
+    axes.set_xticks(sorted({float(one.cell["turns"]) for one in found}))
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlim(-0.3, max(1.0, *(x for x, _ in ends.values())) * 1.6)  # names stand to the right of the lines
     return ends
