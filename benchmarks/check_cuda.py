@@ -1,4 +1,4 @@
-"""Does the core hold on a GPU? The recurrence on CUDA against the definition, then whole models against the CPU.
+"""Does the core hold on a GPU? The recurrence against the definition, whole models against the CPU, the wavefront.
 
 Needs only torch and transformers there (numba may be missing): `PYTHONPATH=src python benchmarks/check_cuda.py`.
 """
@@ -12,8 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import msrnn
 from msrnn import recurrence, reference
 from msrnn.attention import Attention
+from msrnn.bench import measure, prefill, shapes
 from msrnn.policy import parse
+from msrnn.rnn import RNN
 from msrnn.state import State
+from msrnn.wavefront import CHUNK, Wavefront
 
 POLICIES = ("tova:16", "window+4:16", "h2o:16", "tova-head:16", "tova:16,momentum=0.5", "full")
 
@@ -52,11 +55,44 @@ def whole_model(text: str) -> bool:
     return torch.equal(*texts)
 
 
+def in_a_wavefront(device: str, layers: int, lengths: tuple[int, ...], joined: bool) -> None:
+    """Prompts read by several lanes at once, beside the same chunks one by one, at the width of LLaMA-2-7B.
+
+    Every length has a wavefront of its own, read twice: captured and replayed.
+    """
+    shape, policy, chunk = ("llama-2-7b", "tova:512", CHUNK) if device == "cuda" else ("tiny", "tova:16", 16)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = shapes.make(shape, dtype, device, num_hidden_layers=layers)
+    rnn = RNN(model, policy, chunk=chunk, piece=chunk)
+    for length in lengths:
+        ids = prefill.prompt(model, 1, length)
+        state = rnn.start()
+        for part in torch.split(ids, chunk, 1):
+            want, state = rnn.step(part, state)
+        front = Wavefront(rnn, chunk=chunk, joined=joined)
+        for how in ("captured", "replayed"):
+            got, read = front.read(ids)
+            pairs = zip(read.bounded, state.cache.bounded, strict=True)
+            same = [sorted(a.state.positions.flatten().tolist()) == sorted(b.state.positions.flatten().tolist())
+                    for a, b in pairs]  # fmt: skip
+            off = float((got - want).abs().max())
+            told = f"{sum(same)} of {layers} layers keep the same tokens, logits off by {off:.1e}"
+            print(f"wavefront, {length} tokens, joined {joined}, {how}: {told}", flush=True)
+        del front
+        measure.clear(rnn.device)
+
+
 def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}")
-    for text in POLICIES:
-        print(f"{text:24} reference {against_reference(text):.1e}   greedy as on the CPU: {whole_model(text)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(
+        f"{measure.machine(torch.device(device))}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    if device == "cuda":
+        for text in POLICIES:
+            print(f"{text:24} reference {against_reference(text):.1e}   greedy as on the CPU: {whole_model(text)}")
+    for joined in (False, True):
+        in_a_wavefront(device, 12 if device == "cuda" else 2, (4096, 30000, 4096, 9999), joined)
 
 
 if __name__ == "__main__":

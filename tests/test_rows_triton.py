@@ -36,3 +36,13 @@ def case_equals_eager(seed: int, scored: bool) -> None:
     for mine, theirs in zip((births, scores, *rows), want, strict=True):
         if theirs is not None:
             assert torch.equal(mine[:, :, :capacity], theirs[:, :, :capacity])
+
+
+def case_no_more_move_than_there_is_room_for() -> None:
+    """As after logits that are not numbers: nobody is written outside, the first in line move."""
+    births, expiry = torch.arange(12).view(1, 1, 12), torch.full((1, 1, 12), eager.NEVER)
+    expiry[0, 0, 2] = expiry[0, 0, 9] = 5  # seven of eight stay, and three of four behind them
+    rows = (torch.arange(12.0).view(1, 1, 12, 1).clone(),)
+    gpu_rows.compact(births, None, rows, expiry, 12, 8)
+    assert births[0, 0, :8].tolist() == [0, 1, 8, 3, 4, 5, 6, 7]
+    assert rows[0][0, 0, :, 0].tolist() == [0, 1, 8, 3, 4, 5, 6, 7, 8, 9, 10, 11]

@@ -211,7 +211,7 @@ class Wavefront:
         """A graph of a round. Before the first, all is run once and undone, so that every kernel is compiled."""
         if not self.graphs:
             kept = [(layer, layer.give()) for layer in self._layers]
-            self._chunks(min(size, self.lanes))
+            self._chunks(min(size, self.lanes), apart=True)
             for layer, state in kept:
                 layer.take(state)
         torch.cuda.synchronize()
@@ -226,8 +226,11 @@ class Wavefront:
         for layer in self._layers:
             layer.handed_on = None
 
-    def _chunks(self, size: int) -> Tensor:
-        """Each chunk through all layers on a lane. What one needs of another, the layers hand on."""
+    def _chunks(self, size: int, apart: bool = False) -> Tensor:
+        """Each chunk through all layers on a lane. What one needs of another, the layers hand on.
+
+        `apart`: none begins before the last is done, for the only reading that is no graph.
+        """
         lanes, mains = self.streams[:size], [torch.cuda.current_stream()] if self.streams else []
         for stream in lanes:
             stream.wait_stream(mains[0])
@@ -237,6 +240,8 @@ class Wavefront:
                 with _on(lanes[index % len(lanes)] if lanes else None):
                     offsets = torch.arange(part.start, part.stop, device=self.rnn.device)
                     logits = self._call(self.tokens[:, part], self.start + offsets)
+                if apart:
+                    torch.cuda.synchronize()
         for stream in lanes:
             mains[0].wait_stream(stream)
         return logits

@@ -58,11 +58,12 @@ def pairs(births, scores, expiry, moves, columns, used, end, SCORES: tl.constexp
     birth = tl.where(tl.load(expiry + n, mask=inside, other=-1) == _NEVER, birth, -1)
     free = inside & (n < end) & (birth < 0)
     staying = inside & (n >= end) & (birth >= 0)
-    count = tl.sum(staying.to(tl.int32), 0)
+    # as many as there is room for: logits that are not numbers may leave more, who must not be written just anywhere
+    count = tl.minimum(tl.sum(staying.to(tl.int32), 0), tl.sum(free.to(tl.int32), 0))
     rank = tl.cumsum(free.to(tl.int32), 0) - 1
     turn = tl.cumsum(staying.to(tl.int32), 0) - 1
     tl.store(places + rank, n, mask=free & (rank < count))
-    tl.store(sources + turn, n, mask=staying)
+    tl.store(sources + turn, n, mask=staying & (turn < count))
     tl.store(sources + n, tl.full([WIDE], -1, tl.int32), mask=(n >= count) & (n < used - end))
     tl.store(births + n, birth, mask=inside)
     tl.debug_barrier()
