@@ -16,6 +16,8 @@ from ..engine import Engine
 from .measure import Record, clear, free_bytes, seconds, timed
 from .shapes import weight_bytes
 
+OURS = "our kernel"  # a way to read a full cache: without scores, over as many slots
+
 
 @torch.no_grad()
 def fill(engine: Engine, context: int) -> None:
@@ -109,7 +111,7 @@ def full_step(model: PreTrainedModel, batch: int, context: int, **more: object) 
     if not any("error" not in record for record in found):
         return None
     best = min(found, key=lambda record: float(record["median_s"]))
-    return best | {"all_readings": {r["reading"] or "our kernel": r.get("error", r["median_s"]) for r in found}}
+    return _opponent(best, {r["reading"] or OURS: r.get("error", r["median_s"]) for r in found})
 
 
 def largest(model: PreTrainedModel, policy: str, context: int, **more: object) -> Record | None:
@@ -131,14 +133,19 @@ def largest_full(model: PreTrainedModel, context: int, same: Record | None = Non
     `same` is a `full_step` at one batch: where our kernel is not the fastest there, it is not tried here.
     """
     ways = [("full", {"reading": "exact"})]
-    if context <= 2**15 and (same is None or same["policy"] != "full"):
+    if context <= 2**15 and (same is None or same["reading"] == OURS):
         ways.append((f"window:{context - 1}", {}))
     found = [largest(model, policy, context, **more, **how) for policy, how in ways]
     made = [one for one in found if one is not None]
     if not made:
         return None
-    told = {one["reading"] or "our kernel": one["tokens_per_s"] for one in made}
-    return max(made, key=lambda one: float(one["tokens_per_s"])) | {"all_readings": told}
+    best = max(made, key=lambda one: float(one["tokens_per_s"]))
+    return _opponent(best, {one["reading"] or OURS: one["tokens_per_s"] for one in made})
+
+
+def _opponent(best: Record, told: Record) -> Record:
+    """Whatever way it is read in, it is a full cache."""
+    return best | {"policy": "full", "reading": best["reading"] or OURS, "all_readings": told}
 
 
 def estimate(model: PreTrainedModel, policy: str, context: int) -> int:
