@@ -18,7 +18,7 @@ from made_records import everything, perplexity, pg19, recall, record, retention
 from PIL import Image
 
 from msrnn.analysis.compare import excess
-from msrnn.analysis.records import families, family, newest, read_results
+from msrnn.analysis.records import ORDER, families, family, newest, read_results
 from msrnn.analysis.speed import _comparable, speeds
 from msrnn.analysis.style import apart, looks
 from msrnn.analysis.table import perplexity_table, speed_table, tables, words_table
@@ -194,8 +194,11 @@ def test_names_beside_lines_do_not_touch() -> None:
 
 
 def test_lines_differ_in_more_than_colour() -> None:
-    found = looks(["baseline", "window", "window+4", "h2o", "h2o-layer", "tova-head", "tova", "tova+4", "x", "y", "z"])
+    ours = ["fade", "fade by layer", "tova by layer"]
+    found = looks([*ORDER[1:], *ours, "x", "y", "z"])
     assert len({look.marker for look in found.values()}) == len(found)
+    assert len({look.colour for look in found.values()}) == len(found)
+    assert {name: looks([name])[name] for name in ours} == {name: found[name] for name in ours}  # whoever else is there
     greys = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (_rgb(look.colour) for look in found.values())]
     assert max(greys) < 0.8  # all visible on white
 

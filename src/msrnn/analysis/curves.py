@@ -27,7 +27,7 @@ def perplexity_by_capacity(records: Sequence[Record], path: str | Path) -> Path:
     """PG-19 perplexity by capacity with full as the floor, and by how much each policy exceeds full."""
     mine = [one for one in chosen(records, "pg19", "perplexity") if not one.cell]
     full = next((one for one in mine if one.policy == "full"), None)
-    figure = new_figure(11.5, 5)
+    figure = new_figure(11.5, 5.6)
     left, right = figure.subplots(1, 2)
     lines = {name: found for name, found in families(mine).items() if name != "full"}
     look = looks(list(lines))
@@ -51,8 +51,8 @@ def _floor(axes: Axes, full: Record | None) -> None:
         return
     axes.axhline(full.value, color="black", linestyle="--", linewidth=1.2)
     said = f"full: {full.value:.4g}"
-    axes.annotate(said, (0, full.value), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                  fontsize=8.5, ha="left", va="bottom")  # fmt: skip
+    axes.annotate(said, (0, full.value), (4, -2), xycoords=("axes fraction", "data"), textcoords="offset points",
+                  fontsize=8.5, ha="left", va="top")  # fmt: skip  # below, as names of lines stand above
 
 
 def _capacity_lines(axes: Axes, lines: dict[str, list[Record]], look: dict[str, Look], most: float) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..eval.record import Record
 from .records import chosen, families, family
-from .style import Look, head, looks, name_lines, new_figure, plain, save_figure
+from .style import Look, head, looks, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,27 +74,22 @@ def turns_recall(records: Sequence[Record], path: str | Path) -> Path:
     sizes, look = _sizes(mine), looks(list(families(mine)))
     figure = new_figure(4.2 * len(sizes) + 0.6, 4.2)
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
-    ends = [_turns_panel(axes, _at(mine, size), look) for axes, size in zip(panels, sizes, strict=True)]
     for axes, size in zip(panels, sizes, strict=True):
+        _turns_panel(axes, _at(mine, size), look)
         axes.set_title("everything kept" if size is None else f"capacity {size:,}", fontsize=10)
         axes.set_xlabel("turns between telling and asking", fontsize=9)
         plain(axes)
     panels[0].set_ylabel("recall", fontsize=9)
     head(figure, mine, "Facts told early, asked late")
-    for axes, found in zip(panels, ends, strict=True):
-        name_lines(axes, found, look, side="right")
     return save_figure(figure, path)
 
 
-def _turns_panel(axes: Axes, found: Sequence[Record], look: dict[str, Look]) -> dict[str, tuple[float, float]]:
-    """The lines of one capacity; where each of them ends."""
-    ends = {}
+def _turns_panel(axes: Axes, found: Sequence[Record], look: dict[str, Look]) -> None:
+    """The lines of one capacity; a legend, as all of them may end at nothing."""
     for name, some in families(found).items():
         points, style = sorted((float(one.cell["turns"]), one.value) for one in some), look[name]
         axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dash, marker=style.marker,
-                  linewidth=style.width)  # fmt: skip
-        ends[name] = points[-1]
+                  linewidth=style.width, label=name)  # fmt: skip
     axes.set_xticks(sorted({float(one.cell["turns"]) for one in found}))
     axes.set_ylim(-0.03, 1.03)
-    axes.set_xlim(-0.3, max(1.0, *(x for x, _ in ends.values())) * 1.6)  # names stand to the right of the lines
-    return ends
+    axes.legend(loc="upper right", fontsize=8.5, frameon=False, handlelength=3.5)

@@ -51,14 +51,16 @@ def _position(record: Record) -> float:
 
 
 def _position_looks(names: Sequence[str]) -> dict[str, Look]:
-    """A policy keeps its colour; other positions than plain change marker and dash."""
+    """A policy keeps its colour; other positions than plain change marker and dash, and the line is thin."""
     known = looks(list(dict.fromkeys(name.split(",")[0] for name in names)))
     changes = {"gaps": ("D", (0, (1, 1))), "relative": ("s", (0, (4, 1, 1, 1)))}
     made = {}
     for name in names:
         own, _, positions = name.partition(", ")
-        marker, dash = changes.get(positions, (known[own].marker, known[own].dash))
-        made[name] = known[own]._replace(marker=marker, dash=dash)
+        made[name] = known[own]
+        if positions in changes:
+            marker, dash = changes[positions]
+            made[name] = known[own]._replace(marker=marker, dash=dash, width=1.4)
     return made
 
 
