@@ -139,7 +139,8 @@ class Wavefront:
         self.tokens = torch.zeros(1, laps * lanes * chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros(1, 1, dtype=torch.int64, device=device)
         streams = lanes if device.type == "cuda" else 0
-        self._weights = Joined(rnn.model) if (streams > 0 if joined is None else joined) else nullcontext()
+        self.joined = streams > 0 if joined is None else joined
+        self._weights = Joined(rnn.model) if self.joined else nullcontext()
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def fits(self, length: int) -> bool:

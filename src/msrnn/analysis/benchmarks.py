@@ -52,6 +52,7 @@ def _bench(line: Mapping[str, Any]) -> Iterator[Record]:
     """Where every policy has its largest batch, that is a setting; elsewhere the batch is part of what is measured."""
     kind = line.get("part") or line["kind"]
     place = {name: line[name] for name in ("context", "length") if line.get(name)}
+    place |= {"weights": "joined"} if line.get("joined") else {}
     largest = kind in ("table", "largest")
     cell = place if largest or not line.get("batch") else place | {"batch": line["batch"]}
     told = {name: line[name] for name in ("batch", "chunk", "compiled", "lanes", "gate", "note") if line.get(name)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,11 @@ from .style import Look, head, looks, name_lines, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 MIB = 2**20
+_WORK = {"table": "writing, largest batch", "largest": "writing, largest batch", "same": "writing", "step": "writing",
+         "decode": "writing", "prefill": "reading"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,26 +36,58 @@ class Mark:
         return f"{name} ({self.kind})" if self.kind else name
 
 
+Panel = tuple[Sequence[Mark], str, str]  # marks, what they count, a title
+
+
 def throughput_and_memory(records: Sequence[Record], path: str | Path) -> Path:
-    """Tokens per second and memory, from whatever was timed."""
-    panels = [(speeds(records), "tokens per second", "speed"), (memory(records), "MiB", memory_title(records))]
-    shown = [panel for panel in panels if panel[0]]
-    flat = all(len(_sizes(line)) < 3 for marks, _, _ in shown for line in _by_line(marks).values())
-    tall = max(len(_comparable(marks)) for marks, _, _ in shown) if flat else 0
-    figure = new_figure(1 + (8 if flat else 5.4) * len(shown), 1.3 + 0.28 * tall if flat else 4.4)
-    axes_of = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, (marks, label, title) in zip(axes_of, shown, strict=True):
-        if flat:
-            _bars(axes, marks, label, tall)
-        else:
-            _lines(axes, marks, label)
-        axes.set_title(title, fontsize=10)
-        plain(axes)
-    head(figure, [mark.record for marks, _, _ in shown for mark in marks], "Speed and memory")
-    if not flat:
-        for axes, (marks, _, _) in zip(axes_of, shown, strict=True):
-            _name(axes, marks)
+    """Tokens per second and memory, from whatever was timed: by capacity what has several, as bars what has not."""
+    timed, held = _comparable(speeds(records)), memory(records)
+    kinds = {mark.kind for line in _by_line(timed).values() if len(_sizes(line)) > 2 for mark in line}
+    curves = [mark for mark in timed if mark.kind in kinds]
+    bars = [mark for mark in timed if mark.kind not in kinds]
+    if not curves and len(_sizes(held)) < 3:
+        panels = [panel for panel in ((bars, "tokens per second", "speed"), _held(records)) if panel[0]]
+        tall = max(len(panel[0]) for panel in panels)
+        figure = new_figure(1 + 8 * len(panels), 1.3 + 0.28 * tall)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            _bars(axes, *panel, tall)
+    else:
+        curves, shared = _shorter(curves)
+        panels = [panel for panel in ((curves, "tokens per second", f"speed{shared}"), _held(records)) if panel[0]]
+        figure = _by_capacity(panels, bars)
+    head(figure, [mark.record for marks, _, _ in panels for mark in marks], "Speed and memory")
+    for axes, (marks, _, _) in zip(figure.axes, panels, strict=False):
+        if curves or len(_sizes(held)) > 2:
+            _name(axes, _multiples(marks)[0])
     return save_figure(figure, path)
+
+
+def _shorter(marks: Sequence[Mark]) -> tuple[list[Mark], str]:
+    """The marks without the words that all kinds of work share, and those words."""
+    kinds = list(dict.fromkeys(mark.kind for mark in marks))
+    shared = [
+        word for word in (kinds[0] if kinds else "").split(", ") if all(word in kind.split(", ") for kind in kinds)
+    ]
+    if len(kinds) < 2 or not shared:
+        return list(marks), ""
+    short = {kind: ", ".join(word for word in kind.split(", ") if word not in shared) for kind in kinds}
+    return [replace(mark, kind=short[mark.kind]) for mark in marks], f" ({', '.join(shared)})"
+
+
+def _held(records: Sequence[Record]) -> Panel:
+    return memory(records), "MiB", memory_title(records)
+
+
+def _by_capacity(panels: Sequence[Panel], bars: Sequence[Mark]) -> MatplotlibFigure:
+    """Curves beside each other; below them, as wide as all, what was measured at few capacities."""
+    below = 0.7 + 0.28 * len(bars) if bars else 0
+    figure = new_figure(1 + 5.4 * len(panels), 4.4 + below)
+    grid = figure.add_gridspec(2 if bars else 1, len(panels), height_ratios=[4.4, below] if bars else None)
+    for place, panel in enumerate(panels):
+        _lines(figure.add_subplot(grid[0, place]), *panel)
+    if bars:
+        _bars(figure.add_subplot(grid[1, :]), bars, "tokens per second", "at one or two capacities", len(bars))
+    return figure
 
 
 def speeds(records: Iterable[Record]) -> list[Mark]:
@@ -69,8 +104,12 @@ def speeds(records: Iterable[Record]) -> list[Mark]:
 
 
 def _kind(record: Record) -> str:
-    where = "".join(f", {name} {value}" for name, value in record.cell.items())
-    return record.metric.removesuffix(" tokens/s") + where
+    """The work in words, one for both of our benchmarks."""
+    name = record.metric.removesuffix(" tokens/s")
+    told = [_WORK.get(name, name)]
+    for field, value in record.cell.items():
+        told.append(f"{value:,} tokens" if field in ("context", "length") else f"{field} {value}")
+    return ", ".join(told)
 
 
 def memory(records: Iterable[Record]) -> list[Mark]:
@@ -113,22 +152,35 @@ def _look_of(names: Iterable[str]) -> dict[str, Look]:
     return made
 
 
-def _lines(axes: Axes, marks: Sequence[Mark], label: str) -> None:
+def _multiples(marks: Sequence[Mark]) -> tuple[list[Mark], bool]:
+    """The marks as multiples of full's, where every kind of work has one: then full is 1 and stands for itself."""
+    full = {mark.kind: mark.value for mark in marks if mark.record.policy == "full" and mark.kind}
+    if not full or any(mark.kind not in full for mark in marks):
+        return list(marks), False
+    others = (mark for mark in marks if mark.record.policy != "full")
+    return [replace(mark, value=mark.value / full[mark.kind]) for mark in others], True
+
+
+def _lines(axes: Axes, marks: Sequence[Mark], label: str, title: str) -> None:
+    marks, relative = _multiples(marks)
     lines = _by_line(marks)
+    levels = {"full": 1.0} if relative else {}
     for name, look in _look_of(lines).items():
-        for mark in lines[name]:
-            if not mark.record.capacity:
-                axes.axhline(mark.value, color="black", linestyle=look.dash, linewidth=1)
-                axes.annotate(name, (1, mark.value), (0, 3), xycoords=("axes fraction", "data"), fontsize=8,
-                              textcoords="offset points", ha="right")  # fmt: skip
+        levels.update((name, mark.value) for mark in lines[name] if not mark.record.capacity)
         sized = [(mark.record.capacity, mark.value) for mark in lines[name] if mark.record.capacity]
         if sized:
             axes.plot(*zip(*sized, strict=True), color=look.colour, linestyle=look.dash, linewidth=look.width,
                       marker=look.marker, markersize=5)  # fmt: skip
+    for name, value in levels.items():
+        axes.axhline(value, color="black", linestyle="--", linewidth=1)
+        axes.annotate(name, (1, value), (0, 3), xycoords=("axes fraction", "data"), fontsize=8,
+                      textcoords="offset points", ha="right")  # fmt: skip
     size_axis(axes, _sizes(marks))
-    axes.set_xlim(_sizes(marks)[0] / 4.5, _sizes(marks)[-1] * 1.3)
+    axes.set_xlim(_sizes(marks)[0] / 6, _sizes(marks)[-1] * 1.3)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(label, fontsize=9)
+    axes.set_ylabel(f"{label}, times full" if relative else label, fontsize=9)
+    axes.set_title(title, fontsize=10)
+    plain(axes)
 
 
 def _name(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -157,9 +209,8 @@ def _place(mark: Mark) -> tuple[object, ...]:
     return mark.record.metric, numbers, mark.record.policy != "full", mark.record.policy, _bar_name(mark)
 
 
-def _bars(axes: Axes, marks: Sequence[Mark], label: str, tall: int) -> None:
+def _bars(axes: Axes, marks: Sequence[Mark], label: str, title: str, tall: int) -> None:
     """One bar for each policy and kind of work, as a multiple of full's where there is one, with its number."""
-    marks = _comparable(marks)
     ordered = sorted(marks, key=_place)
     look = looks(list(dict.fromkeys(family(mark.record.policy) for mark in ordered)))
     full = {mark.kind: mark.value for mark in ordered if mark.record.policy == "full"}
@@ -187,3 +238,5 @@ def _bars(axes: Axes, marks: Sequence[Mark], label: str, tall: int) -> None:
     axes.set_xlim(0, most * 1.12)
     thin = "; thin: slowest to fastest run" if ordered[0].low is not None else ""
     axes.set_xlabel(f"times full ({label} beside each bar{thin})" if relative else f"{label}{thin}", fontsize=9)
+    axes.set_title(title, fontsize=10)
+    plain(axes)

@@ -70,7 +70,7 @@ def wavefront(
     first = time.perf_counter() - began
     record = _measured(lambda: front.read(ids), ids, runs)
     record |= {"policy": policy, "chunk": chunk, "lanes": lanes, "laps": laps, "compiled": compiled}
-    return record | {"first_s": first}
+    return record | {"joined": front.joined, "first_s": first}
 
 
 @torch.no_grad()
