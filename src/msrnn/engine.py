@@ -176,6 +176,7 @@ class Engine:
         self._weights = Joined(model) if self.joined else nullcontext()
         self._call = fused(self._forward) if compiled else self._forward
         self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._aside: torch.cuda.Stream | None = None
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
         self.cache = StaticCache(state.cache, batch, self.length, reading)
         self.rows, self._side = _Rows(batch, self.rnn.device), side(self.rnn.device)
@@ -327,14 +328,15 @@ class Engine:
         return self._captured[sampled]
 
     def _capture(self, sampled: bool) -> torch.cuda.CUDAGraph:
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        """On a stream of this engine: who destroys a graph has PyTorch free the matmuls' workspace of its stream."""
+        aside = self._aside = self._aside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(3):  # kernels are compiled and workspaces made before the capture
                 self._step(sampled)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=aside):
             self._step(sampled)
         return graph
 

@@ -142,6 +142,8 @@ class Wavefront:
         self.joined = streams > 0 if joined is None else joined
         self._weights = Joined(rnn.model) if self.joined else nullcontext()
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]  # type: ignore[no-untyped-call]
+        # not PyTorch's own for captures: who destroys a graph frees the workspace of all that its stream captured
+        self._aside = torch.cuda.Stream(device) if streams else None  # type: ignore[no-untyped-call]
 
     def fits(self, length: int) -> bool:
         """Whether a prompt is long enough to fill every lane once."""
@@ -218,7 +220,8 @@ class Wavefront:
         torch.cuda.synchronize()
         self._forget_events()  # a graph may not wait for what is outside of it
         graph, others = torch.cuda.CUDAGraph(), [graph for graph, _ in self.graphs.values()]
-        with torch.cuda.graph(graph, pool=others[0].pool() if others else None):  # one is done before the next begins
+        pool = others[0].pool() if others else None  # one is done before the next begins
+        with torch.cuda.graph(graph, pool=pool, stream=self._aside):
             logits = self._chunks(size)
         self._forget_events()
         self.graphs[size] = graph, logits
