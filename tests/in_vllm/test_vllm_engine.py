@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from inside import MEMORY, NEW, engine, greedy
 
+from msrnn.policy import Plan, parse
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -115,16 +117,22 @@ def test_one_block_per_request_whatever_its_length(running):
     assert page < 66 * 2 * 3 * 64 * 4 * 1.02
 
 
-def test_layers_of_unequal_capacity(model, prompts, loaded):
-    """One block per request still, of the size of all layers' states together; equal to the same plan outside vLLM."""
+def test_layers_of_unequal_kind_and_capacity(model, prompts, loaded):
+    """One block per request still, of the size of all layers' states together; equal to the same plan outside vLLM.
+
+    So every policy of the core is run inside vLLM: its scores and protected positions are part of a request's block.
+    """
     import torch
 
     import msrnn
+    from msrnn.adapters.vllm import settings
 
-    capacities = [16 + 4 * (layer % 7) for layer in range(30)]
-    with engine(model, ";".join(f"tova:{capacity}" for capacity in capacities)) as llm:
-        written = greedy(llm, prompts[-1:])
-    given = torch.tensor(prompts[-1:])
-    cache = msrnn.cache(loaded, msrnn.spread("tova", capacities))
-    kept = loaded.generate(given, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    assert written == [kept[0, given.shape[1] :].tolist()]
+    kinds = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
+    kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}")
+    plan = Plan(tuple(parse(kinds[layer % 9].format(24 + 4 * (layer % 7))) for layer in range(30)))
+    with engine(model, settings.write(plan)) as llm:
+        written = greedy(llm, prompts[-2:])
+    for ids, tokens in zip(prompts[-2:], written, strict=True):
+        given, cache = torch.tensor([ids]), msrnn.cache(loaded, plan)
+        kept = loaded.generate(given, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        assert tokens == kept[0, len(ids) :].tolist()

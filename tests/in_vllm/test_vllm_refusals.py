@@ -6,11 +6,15 @@
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from inside import engine, greedy
+from test_vllm_server import _wait, metric
 
 SIZES = {
     "hidden_size": 64,
@@ -109,14 +113,22 @@ def test_a_worker_that_the_policy_did_not_reach_ends_the_start(tiny, worker):
     assert resolve_kv_cache_layout(config, said[:1] * 2).name == said[0][0]
 
 
-def plain_server(model: str, *options: str, **environment: str) -> str:
-    """What vLLM's own server says before it ends, as it must, with an error."""
+def plain_command(model: str, *options: str) -> list[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]
     small = ["--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes", str(1 << 24)]
+    return [*command, *small, *options]
+
+
+def plain_environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return kept | {"VLLM_LOGGING_LEVEL": "ERROR"} | more
+
+
+def plain_server(model: str, *options: str, **environment: str) -> str:
+    """What vLLM's own server says before it ends, as it must, with an error."""
     ended = subprocess.run(
-        [*command, *small, *options],
-        env=kept | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment,
+        plain_command(model, *options),
+        env=plain_environment(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -124,6 +136,31 @@ def plain_server(model: str, *options: str, **environment: str) -> str:
     )
     assert ended.returncode != 0
     return ended.stdout
+
+
+def test_vllms_own_server_is_bounded_by_the_environment_alone(tiny, tmp_path):
+    """Without `msrnn serve`: the policy, and a folder for the metrics."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    environment = plain_environment(MSRNN_POLICY="tova:16", PROMETHEUS_MULTIPROC_DIR=str(metrics))
+    with (tmp_path / "log").open("w") as log:
+        command = plain_command(tiny(LLAMA), "--port", str(port), "--served-model-name", "tiny")
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    try:
+        _wait(process, port, tmp_path / "log")
+        url = f"http://127.0.0.1:{port}"
+        asked = {"model": "tiny", "prompt": list(range(40)), "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        assert metric(url, "msrnn_request_tokens_held_max") == metric(url, "msrnn_capacity") == 16
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
 def test_a_worker_of_the_server_refuses_and_the_server_ends(tiny):

@@ -14,6 +14,7 @@ import pytest
 from inside import NEW
 
 CAPACITY = 64
+CLOSE = {"atol": 1e-3, "rtol": 1e-4}  # float32, added up in another order
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,12 @@ def client(server):
     return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0)
 
 
-def metric(url: str, name: str) -> float:
+def metric(url: str, name: str, label: str = "") -> float:
+    """A number of /metrics; label: what must be among its labels."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
-    found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} is not among the metrics"
+    labels = f"{{[^}}]*{re.escape(label)}[^}}]*}}" if label else "(?:{[^}]*})?"
+    found = re.search(rf"^{name}{labels} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, f"{name} {label} is not among the metrics"
     return float(found[1])
 
 
@@ -92,6 +95,11 @@ def test_completions_equal_each_text_alone_and_metrics_show_the_bound(server, cl
     read = sum(len(ids) + NEW - 1 for ids in prompts)
     assert metric(url, "msrnn_tokens_seen_total") == read
     assert metric(url, "msrnn_evictions_total") == sum(max(0, len(ids) + NEW - 2 - CAPACITY) for ids in prompts)
+    ended = [len(ids) + NEW - 2 for ids in prompts[:-1]]  # the last one's end is seen with the next batch
+    assert metric(url, "msrnn_request_tokens_seen_sum") == sum(ended)
+    assert metric(url, "msrnn_request_tokens_held_sum") == sum(min(CAPACITY, seen) for seen in ended)
+    for label in (f'le="{CAPACITY}.0"', 'le="+Inf"'):
+        assert metric(url, "msrnn_request_tokens_held_bucket", label) == len(ended), "no request ever held more"
     assert metric(url, "msrnn_state_bytes") == metric(url, "msrnn_request_state_bytes")
     assert metric(url, "vllm:num_preemptions_total") == 0
 
@@ -104,13 +112,39 @@ def _tokenizer(server):
     return AutoTokenizer.from_pretrained(bundled())
 
 
-def test_chat_with_seeds_stops_and_logprobs_is_vllms(client):
-    asked = {"model": "smol", "messages": [{"role": "user", "content": "Count from 1 to 9."}], "max_tokens": 8}
-    one, two = (client.chat.completions.create(**asked, temperature=1.0, seed=7, logprobs=True) for _ in range(2))
-    assert one.choices[0].message.content == two.choices[0].message.content
+def test_logprobs_are_those_of_the_bounded_model(client, prompts, loaded):
+    """A prompt twice as long as the capacity: what has left has no say in them."""
+    import torch
+
+    import msrnn
+
+    ids = prompts[3]
+    asked = {"model": "smol", "prompt": ids, "max_tokens": NEW, "temperature": 0, "logprobs": 1}
+    answer = client.completions.create(**asked, extra_body={"ignore_eos": True, "return_token_ids": True})
+    tokens = answer.choices[0].model_extra["token_ids"]
+    rnn = msrnn.RNN(loaded, f"tova:{CAPACITY}")
+    state, found = rnn.start(), []
+    given = [*ids, *tokens[:-1]]
+    for start, end in ((0, len(ids)), *((at, at + 1) for at in range(len(ids), len(given)))):
+        logits, state = rnn.read(given[start:end], state)
+        found.append(torch.log_softmax(logits[0], -1)[tokens[len(found)]])
+    torch.testing.assert_close(torch.tensor(answer.choices[0].logprobs.token_logprobs), torch.stack(found), **CLOSE)
+
+
+def test_chat_template_streams_seeds_and_stops_are_vllms(server, client):
+    messages = [{"role": "user", "content": "Count from 1 to 9."}]
+    asked = {"model": "smol", "messages": messages, "max_tokens": 8, "temperature": 1.0, "seed": 7}
+    one, two = (client.chat.completions.create(**asked, logprobs=True) for _ in range(2))
+    written = one.choices[0].message.content
+    assert two.choices[0].message.content == written
     assert len(one.choices[0].logprobs.content) == one.usage.completion_tokens
+    template = _tokenizer(server).apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert one.usage.prompt_tokens == len(template["input_ids"])
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == written
     stopped = client.completions.create(model="smol", prompt="1, 2, 3, 4,", max_tokens=8, temperature=0, stop=[" 6"])
     assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text.strip() == "5,"
 
 
 def test_bad_requests_are_answered_and_the_server_lives_on(server, client, prompts):
