@@ -26,7 +26,7 @@ test: lint ## lint, then run all tests
 
 # vLLM's CPU build has wheels for these two kinds of machine only; there the tests must run.
 HERE := $(shell uname -s)-$(shell uname -m)
-test-vllm: $(if $(filter Linux-x86_64 Linux-aarch64,$(HERE)),test-in-vllm,no-vllm) ## run the tests inside vLLM only (about 6 minutes)
+test-vllm: $(if $(filter Linux-x86_64 Linux-aarch64,$(HERE)),test-in-vllm,no-vllm) ## run the tests inside vLLM only (about 8 minutes)
 
 .PHONY: test-in-vllm no-vllm
 no-vllm:
