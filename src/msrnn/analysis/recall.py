@@ -23,7 +23,7 @@ def needle_maps(records: Sequence[Record], path: str | Path) -> Path:
     rows = [(kind, size) for kind in sorted({str(one.cell["kind"]) for one in mine}) for size in sizes]
     figure = new_figure(2.1 * len(names) + 1.2, 1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), len(names), squeeze=False)
-    shown = None
+    shown: Any = None
     for row, (kind, size) in zip(panels, rows, strict=True):
         for axes, name in zip(row, names, strict=True):
             found = [one for one in _at(mine, size) if family(one.policy) == name and one.cell["kind"] == kind]
@@ -40,7 +40,7 @@ def needle_maps(records: Sequence[Record], path: str | Path) -> Path:
 
 def _sizes(mine: Sequence[Record]) -> list[int | None]:
     """The capacities there are; None, for `full` alone, where there are none."""
-    return sorted({round(one.capacity) for one in mine if one.capacity}) or [None]
+    return [*sorted({round(one.capacity) for one in mine if one.capacity})] or [None]
 
 
 def _at(mine: Sequence[Record], size: int | None) -> list[Record]:
