@@ -75,7 +75,7 @@ def _shorter(marks: Sequence[Mark]) -> tuple[list[Mark], str]:
 
 
 def _held(records: Sequence[Record]) -> Panel:
-    return memory(records), "MiB", memory_title(records)
+    return _comparable(memory(records)), "MiB", memory_title(records)
 
 
 def _by_capacity(panels: Sequence[Panel], bars: Sequence[Mark]) -> MatplotlibFigure:
