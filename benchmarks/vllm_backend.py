@@ -158,7 +158,7 @@ def _replay(
     parts = [blocks.keys, blocks.values, blocks.positions, blocks.slot]
     parts += [] if blocks.scores is None else [blocks.scores]
     before = [part.clone() for part in parts]
-    replay = _captured(call) if device.type == "cuda" else call
+    replay = _graphed(call) if device.type == "cuda" else call
     for part, old in zip(parts, before, strict=True):
         part.copy_(old)
     for _ in range(steps):
@@ -172,16 +172,10 @@ def _replay(
             read[i] += 1
 
 
-def _captured(call: Callable[[], None]) -> Callable[[], None]:
-    """The call as a CUDA graph; its kernels are compiled before the capture."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
+def _graphed(call: Callable[[], None]) -> Callable[[], None]:
+    from cuda import captured  # Triton's, so on a GPU only
+
+    return captured(call)
 
 
 def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
@@ -227,7 +221,7 @@ def _microseconds(call: Callable[[], None], device: torch.device, repeats: int =
     """The median time of a call; on a GPU as a CUDA graph."""
     call()
     if device.type == "cuda":
-        call = _captured(call)
+        call = _graphed(call)
     found = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,5 +1,6 @@
 """A layer's work inside vLLM, with blocks and metadata as vLLM makes them, on every device here; no vLLM needed."""
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -12,6 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(scope="module")
 def script():
+    sys.path.append(str(SCRIPT.parent))  # where it finds what scripts share, on a GPU
     spec = spec_from_file_location("vllm_backend", SCRIPT)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -41,24 +41,18 @@ Panel = tuple[Sequence[Mark], str, str]  # marks, what they count, a title
 
 def throughput_and_memory(records: Sequence[Record], path: str | Path) -> Path:
     """Tokens per second and memory, from whatever was timed: by capacity what has several, as bars what has not."""
-    timed, held = _comparable(speeds(records)), memory(records)
+    timed, held = _comparable(speeds(records)), _comparable(memory(records))
     kinds = {mark.kind for line in _by_line(timed).values() if len(_sizes(line)) > 2 for mark in line}
     curves = [mark for mark in timed if mark.kind in kinds]
     bars = [mark for mark in timed if mark.kind not in kinds]
-    if not curves and len(_sizes(held)) < 3:
-        panels = [panel for panel in ((bars, "tokens per second", "speed"), _held(records)) if panel[0]]
-        tall = max(len(panel[0]) for panel in panels)
-        figure = new_figure(1 + 8 * len(panels), 1.3 + 0.28 * tall)
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            _bars(axes, *panel, tall)
-    else:
-        curves, shared = _shorter(curves)
-        panels = [panel for panel in ((curves, "tokens per second", f"speed{shared}"), _held(records)) if panel[0]]
-        figure = _by_capacity(panels, bars)
+    by_capacity = bool(curves) or len(_sizes(held)) > 2
+    curves, shared = _shorter(curves)
+    beside = [(curves if by_capacity else bars, "tokens per second", f"speed{shared}")]
+    panels = [panel for panel in (*beside, (held, "MiB", memory_title(records))) if panel[0]]
+    figure = _by_capacity(panels, bars) if by_capacity else _as_bars(panels)
     head(figure, [mark.record for marks, _, _ in panels for mark in marks], "Speed and memory")
-    for axes, (marks, _, _) in zip(figure.axes, panels, strict=False):
-        if curves or len(_sizes(held)) > 2:
-            _name(axes, _multiples(marks)[0])
+    for axes, (marks, _, _) in zip(figure.axes, panels if by_capacity else (), strict=False):
+        _name(axes, _multiples(marks)[0])  # once the heading has its room
     return save_figure(figure, path)
 
 
@@ -74,8 +68,12 @@ def _shorter(marks: Sequence[Mark]) -> tuple[list[Mark], str]:
     return [replace(mark, kind=short[mark.kind]) for mark in marks], f" ({', '.join(shared)})"
 
 
-def _held(records: Sequence[Record]) -> Panel:
-    return _comparable(memory(records)), "MiB", memory_title(records)
+def _as_bars(panels: Sequence[Panel]) -> MatplotlibFigure:
+    tall = max(len(marks) for marks, _, _ in panels)
+    figure = new_figure(1 + 8 * len(panels), 1.3 + 0.28 * tall)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _bars(axes, *panel, tall)
+    return figure
 
 
 def _by_capacity(panels: Sequence[Panel], bars: Sequence[Mark]) -> MatplotlibFigure:

@@ -119,11 +119,13 @@ def fastest_full(
             told[backend] = _attention_seconds(model, batch, length, backend)
         except (MemoryError, RuntimeError) as error:  # out of memory, or no such attention here
             told[backend] = str(error)[:100]
-    timed = {backend: seconds for backend, seconds in told.items() if isinstance(seconds, float)}
+    able = {backend: spent for backend, spent in told.items() if isinstance(spent, float)}
+    if not able:
+        return None
     try:
-        chosen = min(timed, key=lambda backend: timed[backend])
-        return full(model, batch, length, runs=runs, backend=chosen) | {"attention_s": told}
-    except (MemoryError, torch.OutOfMemoryError, ValueError):  # too little memory, or no attention at all
+        fastest = min(able, key=lambda backend: able[backend])
+        return full(model, batch, length, runs=runs, backend=fastest) | {"attention_s": told}
+    except (MemoryError, torch.OutOfMemoryError):
         return None
     finally:
         clear(device)
