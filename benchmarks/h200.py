@@ -150,7 +150,9 @@ def overhead(s: Session) -> None:
         s.kept[f"step {batch}"] = found or {}
 
 
-def latency(s: Session) -> None:
+def latency(s: Session, shape: str = "") -> None:
+    if shape:
+        s.load(shape)
     how = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
     for context in (1024, 2048, 4096, 16384, 65536, 131072) if not s.small else (32, 64):
         full = s.figure(f"full, batch 1, context {context}", lambda: decode.full_step(s.model, 1, context, **how))
@@ -272,6 +274,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "decode": lambda s: decoding(s, "llama-2-7b"),
     "overhead": overhead,
     "latency": latency,
+    "latency3": lambda s: latency(s, "llama-3-8b"),
     "prefill": lambda s: prompts(s, False),
     "steady": lambda s: prompts(s, True),
     "memory": memory,
@@ -296,7 +299,7 @@ def main() -> None:
     session = Session(options)
     for part in options.parts:
         began = time.monotonic()
-        if session.model is None and part not in ("gate", "compile", "decode"):
+        if session.model is None and part not in ("gate", "compile", "decode", "latency3"):
             session.load("llama-2-7b")
         PARTS[part](session)
         print(f"-- {part} took {time.monotonic() - began:.0f} s", flush=True)
