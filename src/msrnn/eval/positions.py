@@ -13,7 +13,7 @@ both are the same; with longer ones a gap that opens inside a piece is counted i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from .. import reference
 from ..adapters.hf import BoundedCache, BoundedLayer, Unsupported, text_config
 from ..attention import Attention
 from ..policy import Policy
+from ..state import State
 from .read import Positions
 
 Gap = Callable[[Tensor], Tensor]
@@ -113,31 +114,42 @@ class Frozen:
         if start == 0:
             self.began, self.base, self.lying = 0, 0.0, {}
             return None
-        for index, layer in enumerate(into.bounded):
-            self._turn(index, layer, start)
+        for layers in _alike(into.bounded):
+            self._turn(layers, start)
         self.began, self.base = start, float(BASE)
         return BASE + torch.arange(size)[None]
 
-    def _turn(self, index: int, layer: BoundedLayer, start: int) -> None:
-        state = layer.state
-        assert state is not None
-        births, held = state.positions, state.positions >= 0
+    def _turn(self, layers: dict[int, State], start: int) -> None:
+        """Layers of one shape together, [B, layers, U, S]: with short pieces on a GPU, launches are what takes the time."""
+        births = torch.stack([state.positions for state in layers.values()], 1)
+        keys = torch.stack([state.keys for state in layers.values()], 1)
         new = places(births, start, self.gap, BASE)
-        by = torch.where(held, new - self._now(index, births), 0.0)
-        if by.shape[1] != state.keys.shape[1]:
-            by = by.expand(-1, state.keys.shape[1], -1) if by.shape[1] == 1 else by
-        state.keys.copy_(self.rotary.turn(state.keys, by))
+        by = torch.where(births >= 0, new - self._now(list(layers), births), 0.0)
+        for state, turned in zip(layers.values(), self.rotary.turn(keys, by).unbind(1), strict=True):
+            state.keys.copy_(turned)
         ordered, order = births.sort(-1)
-        self.lying[index] = (ordered, new.gather(-1, order))
+        now = zip(ordered.unbind(1), new.gather(-1, order).unbind(1), strict=True)
+        self.lying |= dict(zip(layers, now, strict=True))
 
-    def _now(self, index: int, births: Tensor) -> Tensor:
+    def _now(self, layers: Sequence[int], births: Tensor) -> Tensor:
         """Where the keys lie that came with the last piece or before it."""
         came = self.base + (births - self.began).double()
-        if index not in self.lying:
+        if layers[0] not in self.lying:
             return came
-        ordered, at = self.lying[index]
-        older = at.gather(-1, torch.searchsorted(ordered, births.contiguous()).clamp(max=ordered.shape[-1] - 1))
+        ordered, at = (torch.stack(one, 1) for one in zip(*(self.lying[layer] for layer in layers), strict=True))
+        older = at.gather(-1, torch.searchsorted(ordered, births).clamp(max=ordered.shape[-1] - 1))
         return torch.where(births >= self.began, came, older)
+
+
+def _alike(layers: Iterable[BoundedLayer]) -> list[dict[int, State]]:
+    """The states by layer, those that can be worked on as one tensor together."""
+    groups: dict[tuple[Any, ...], dict[int, State]] = {}
+    for index, layer in enumerate(layers):
+        state = layer.state
+        assert state is not None
+        key = (state.keys.shape, state.positions.shape, state.limit, state.keys.dtype, state.keys.device)
+        groups.setdefault(key, {})[index] = state
+    return list(groups.values())
 
 
 _EXACT = "msrnn_exact_positions"
