@@ -120,7 +120,7 @@ class Frozen:
         return BASE + torch.arange(size)[None]
 
     def _turn(self, layers: dict[int, State], start: int) -> None:
-        """Layers of one shape together, [B, layers, U, S]: with short pieces on a GPU, launches are what takes the time."""
+        """Layers of one shape together, [B, layers, U, S]: with short pieces launches are what takes time."""
         births = torch.stack([state.positions for state in layers.values()], 1)
         keys = torch.stack([state.keys for state in layers.values()], 1)
         new = places(births, start, self.gap, BASE)
