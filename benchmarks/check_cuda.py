@@ -5,12 +5,16 @@ Needs only torch and transformers there (numba may be missing): `PYTHONPATH=src 
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import msrnn
 from msrnn import recurrence, reference
+from msrnn.adapters.hf import BoundedCache, BoundedLayer
 from msrnn.attention import Attention
 from msrnn.bench import measure, prefill, shapes
 from msrnn.policy import parse
@@ -55,31 +59,82 @@ def whole_model(text: str) -> bool:
     return torch.equal(*texts)
 
 
-def in_a_wavefront(device: str, layers: int, lengths: tuple[int, ...], joined: bool) -> None:
-    """Prompts read by several lanes at once, beside the same chunks one by one, at the width of LLaMA-2-7B.
+class Apart(Wavefront):
+    """The same chunks on the same lanes without a graph: none begins before the last is done."""
 
-    Every length has a wavefront of its own, read twice: captured and replayed.
+    apart = True
+
+    def _round(self, size: int, tokens: Tensor, at: int) -> Tensor:
+        self.tokens[:, : tokens.shape[1]] = tokens
+        self.start.fill_(at)
+        logits = self._chunks(size, apart=self.apart and bool(self.streams))
+        self._forget_events()
+        return logits
+
+
+class Beside(Apart):
+    """As they are in a graph, side by side, but launched one by one."""
+
+    apart = False
+
+
+def against_chunks(device: str, layers: int, lengths: tuple[int, ...], joined: bool) -> bool:
+    """Prompts read by several lanes at once, beside the plain chunks of `RNN`, at the width of LLaMA-2-7B.
+
+    In float64, where no survivor hangs on how sums are rounded. Every length has a wavefront of its own, read twice:
+    captured and replayed.
     """
-    shape, policy, chunk = ("llama-2-7b", "tova:512", CHUNK) if device == "cuda" else ("tiny", "tova:16", 16)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = shapes.make(shape, dtype, device, num_hidden_layers=layers)
-    rnn = RNN(model, policy, chunk=chunk, piece=chunk)
+    model, policy, chunk = _wide(device, layers, torch.float64)
+    rnn, good = RNN(model, policy, chunk=chunk, piece=chunk), True
     for length in lengths:
-        ids = prefill.prompt(model, 1, length)
-        state = rnn.start()
+        ids, state = prefill.prompt(model, 1, length), rnn.start()
         for part in torch.split(ids, chunk, 1):
             want, state = rnn.step(part, state)
         front = Wavefront(rnn, chunk=chunk, joined=joined)
         for how in ("captured", "replayed"):
             got, read = front.read(ids)
-            pairs = zip(read.bounded, state.cache.bounded, strict=True)
-            same = [sorted(a.state.positions.flatten().tolist()) == sorted(b.state.positions.flatten().tolist())
-                    for a, b in pairs]  # fmt: skip
+            same = sum(_survivors(a) == _survivors(b) for a, b in zip(read.bounded, state.cache.bounded, strict=True))
             off = float((got - want).abs().max())
-            told = f"{sum(same)} of {layers} layers keep the same tokens, logits off by {off:.1e}"
-            print(f"wavefront, {length} tokens, joined {joined}, {how}: {told}", flush=True)
+            good = good and same == layers and off < 1e-6
+            told = f"{same} of {layers} layers keep the same tokens, logits off by {off:.1e}"
+            print(f"float64, {length} tokens, joined {joined}, {how}: {told}", flush=True)
         del front
         measure.clear(rnn.device)
+    return good
+
+
+def against_itself(device: str, layers: int, lengths: tuple[int, ...], joined: bool) -> bool:
+    """In the model's own bfloat16: lanes side by side, launched or replayed, leave the very bits that one by one do."""
+    model, policy, chunk = _wide(device, layers, torch.bfloat16 if device == "cuda" else torch.float32)
+    rnn, good = RNN(model, policy, chunk=chunk, piece=chunk), True
+    for length in lengths:
+        ids = prefill.prompt(model, 1, length)
+        fronts = {kind.__name__: kind(rnn, chunk=chunk, joined=joined) for kind in (Apart, Beside, Wavefront)}
+        want = _bits(*fronts["Apart"].read(ids))
+        for name in ("Beside", "Beside", "Wavefront", "Wavefront", "Wavefront"):
+            same = [torch.equal(a, b) for a, b in zip(_bits(*fronts[name].read(ids)), want, strict=True)]
+            good = good and all(same)
+            print(f"bits, {length} tokens, joined {joined}, {name}: {sum(same)} of {len(same)} the same", flush=True)
+        del fronts
+        measure.clear(rnn.device)
+    return good
+
+
+def _wide(device: str, layers: int, dtype: torch.dtype) -> tuple[PreTrainedModel, str, int]:
+    """A model at full width, a policy, and the tokens of a chunk; all small without a GPU."""
+    shape, policy, chunk = ("llama-2-7b", "tova:512", CHUNK) if device == "cuda" else ("tiny", "tova:16", 16)
+    return shapes.make(shape, dtype, device, num_hidden_layers=layers), policy, chunk
+
+
+def _survivors(layer: BoundedLayer) -> list[int]:
+    assert layer.state is not None
+    return sorted(layer.state.positions.flatten().tolist())
+
+
+def _bits(logits: Tensor, read: BoundedCache) -> list[Tensor]:
+    """All that a reading leaves."""
+    states = [layer.state for layer in read.bounded if layer.state is not None]
+    return [logits, *(tensor for state in states for tensor in state.tensors().values())]
 
 
 def main() -> None:
@@ -91,8 +146,12 @@ def main() -> None:
     if device == "cuda":
         for text in POLICIES:
             print(f"{text:24} reference {against_reference(text):.1e}   greedy as on the CPU: {whole_model(text)}")
+    layers, bits, chunks = (12, (4096, 30000, 4096, 9999), (4096, 9999)) if device == "cuda" else (2, (999,), (700,))
+    good = True
     for joined in (False, True):
-        in_a_wavefront(device, 12 if device == "cuda" else 2, (4096, 30000, 4096, 9999), joined)
+        good &= against_itself(device, layers, bits, joined)
+        good &= against_chunks(device, layers, chunks, joined)
+    sys.exit(0 if good else "a wavefront differs: see above")
 
 
 if __name__ == "__main__":
