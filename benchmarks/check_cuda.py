@@ -95,7 +95,7 @@ def against_chunks(device: str, layers: int, lengths: tuple[int, ...], joined: b
             got, read = front.read(ids)
             same = sum(_survivors(a) == _survivors(b) for a, b in zip(read.bounded, state.cache.bounded, strict=True))
             off = float((got - want).abs().max())
-            good = good and same == layers and off < 1e-6
+            good = good and same == layers and off < 1e-5  # norms are in float32
             told = f"{same} of {layers} layers keep the same tokens, logits off by {off:.1e}"
             print(f"float64, {length} tokens, joined {joined}, {how}: {told}", flush=True)
         del front

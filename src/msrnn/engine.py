@@ -32,7 +32,6 @@ from .wavefront import Wavefront
 TOGETHER = 32  # prompts that are read at once
 FEW = 2  # so many long ones are sooner read one by one in a wavefront than at once
 LONG = 49152  # tokens of a prompt from which on it pays to capture the graphs of the wavefront for it alone
-TRUSTED = False  # whether nobody need ask for the wavefront: its first reading crashed twice on a GPU (docs/log.md)
 GPU_CHUNK = 256
 _STOPS = 16  # end tokens a request may have
 
@@ -157,7 +156,7 @@ class Engine:
 
         `chunk`: tokens of a prompt whose evictions are one scan; None is what is fastest here. `reading`: how a full
         cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a long prompt that comes
-        alone has several chunks under way at once; None means no, as long as it is not `TRUSTED`. `joined`: matmuls
+        alone has several chunks under way at once; None means with graphs, from `LONG` tokens on. `joined`: matmuls
         that read the same input are one, their weights side by side; None means with graphs.
         """
         if batch < 1:
@@ -180,7 +179,7 @@ class Engine:
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
         self.cache = StaticCache(state.cache, batch, self.length, reading)
         self.rows, self._side = _Rows(batch, self.rnn.device), side(self.rnn.device)
-        wavefront, self._long = (self.graphs and TRUSTED, LONG) if wavefront is None else (wavefront, 0)
+        wavefront, self._long = (self.graphs, LONG) if wavefront is None else (wavefront, 0)
         self.front = None
         if wavefront and not endless:
             self.front = Wavefront(self.rnn, chunk=chunk or CHUNK_IN_WAVE, compiled=compiled, joined=self.joined)

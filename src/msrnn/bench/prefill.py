@@ -43,8 +43,10 @@ def exact(model: PreTrainedModel, policy: str, batch: int, length: int, *, chunk
     """The prompt through the recurrence as the engine reads it here: in a wavefront where that pays."""
     rnn = RNN(model, policy, chunk=chunk)
     bounded_only = all(each.capacity is not None for each in rnn.plan.policies)
-    if rnn.device.type == "cuda" and batch == 1 and bounded_only and Wavefront(rnn).fits(length):
-        return wavefront(model, policy, length, runs=runs)
+    if rnn.device.type == "cuda" and batch == 1 and bounded_only:
+        front = Wavefront(rnn)
+        if front.fits(length):
+            return _in_wavefront(front, length, runs) | {"policy": policy, "compiled": False}
     return bounded(model, policy, batch, length, chunk=chunk, runs=runs)
 
 
@@ -60,17 +62,18 @@ def wavefront(
     runs: int = 3,
     compiled: bool = False,
 ) -> Record:
-    """As `bounded`, with several chunks under way at once and a CUDA graph for each round of them.
+    """As `bounded`, with several chunks under way at once and a CUDA graph for each round of them."""
+    front = Wavefront(RNN(model, policy), chunk=chunk, lanes=lanes, laps=laps, compiled=compiled)
+    return _in_wavefront(front, length, runs) | {"policy": policy, "compiled": compiled}
 
-    `first_s` is the first reading, with all that is compiled and captured.
-    """
-    ids, rnn = prompt(model, 1, length), RNN(model, policy)
-    front, began = Wavefront(rnn, chunk=chunk, lanes=lanes, laps=laps, compiled=compiled), time.perf_counter()
+
+def _in_wavefront(front: Wavefront, length: int, runs: int) -> Record:
+    """`first_s` is the first reading, with all that is compiled and captured."""
+    ids, began = prompt(front.rnn.model, 1, length), time.perf_counter()
     front.read(ids)[0].tolist()
     first = time.perf_counter() - began
-    record = _measured(lambda: front.read(ids), ids, runs)
-    record |= {"policy": policy, "chunk": chunk, "lanes": lanes, "laps": laps, "compiled": compiled}
-    return record | {"joined": front.joined, "first_s": first}
+    how = {"chunk": front.chunk, "lanes": front.lanes, "laps": front.laps, "joined": front.joined, "first_s": first}
+    return _measured(lambda: front.read(ids), ids, runs) | how
 
 
 @torch.no_grad()
