@@ -114,6 +114,16 @@ def test_an_opponent_by_our_own_kernel_is_full(tmp_path: Path) -> None:
     assert (one.low, one.high, one.samples) == (80, 200, 3)
 
 
+def test_prompts_are_compared_by_what_is_read(tmp_path: Path) -> None:
+    row = {"kind": "prefill", "batch": 1, "length": 64, "tokens_per_s": 1.0, "median_s": 64.0, "shape": "tiny"}
+    rows = [{"policy": "full"}, {"policy": "tova:4", "lanes": 12, "joined": True}]
+    rows += [one | {"attention": "steady (query biases)"} for one in rows]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows))
+    full, tova, steady_full, steady_tova = read_results([tmp_path / "b.jsonl"])
+    assert full.cell == tova.cell == {"length": 64, "batch": 1}, "joined weights are how a wavefront reads"
+    assert steady_full.cell == steady_tova.cell != full.cell
+
+
 def test_bars_are_of_what_both_have_done_each_once() -> None:
     cells = ({"batch": 1}, {"batch": 2})
     full, tova = (

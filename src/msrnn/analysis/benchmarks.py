@@ -52,7 +52,10 @@ def _bench(line: Mapping[str, Any]) -> Iterator[Record]:
     """Where every policy has its largest batch, that is a setting; elsewhere the batch is part of what is measured."""
     kind = line.get("part") or line["kind"]
     place = {name: line[name] for name in ("context", "length") if line.get(name)}
-    place |= {"weights": "joined"} if line.get("joined") else {}
+    if kind == "prefill":  # joined weights are how a wavefront reads, not what is read
+        place |= {"attention": "steady"} if str(line.get("attention", "")).startswith("steady") else {}
+    elif line.get("joined"):
+        place |= {"weights": "joined"}
     largest = kind in ("table", "largest")
     cell = place if largest or not line.get("batch") else place | {"batch": line["batch"]}
     told = {name: line[name] for name in ("batch", "chunk", "compiled", "lanes", "gate", "note") if line.get(name)}

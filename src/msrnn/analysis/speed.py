@@ -174,7 +174,7 @@ def _lines(axes: Axes, marks: Sequence[Mark], label: str, title: str) -> None:
         axes.annotate(name, (1, value), (0, 3), xycoords=("axes fraction", "data"), fontsize=8,
                       textcoords="offset points", ha="right")  # fmt: skip
     size_axis(axes, _sizes(marks))
-    axes.set_xlim(_sizes(marks)[0] / 6, _sizes(marks)[-1] * 1.3)
+    axes.set_xlim(_sizes(marks)[0] / 10, _sizes(marks)[-1] * 1.3)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"{label}, times full" if relative else label, fontsize=9)
     axes.set_title(title, fontsize=10)
@@ -203,8 +203,10 @@ def _bar_name(mark: Mark) -> str:
 
 def _place(mark: Mark) -> tuple[object, ...]:
     """By the kind of work, lengths and batches as numbers; full first."""
-    numbers = [value for value in mark.record.cell.values() if isinstance(value, int | float)]
-    return mark.record.metric, numbers, mark.record.policy != "full", mark.record.policy, _bar_name(mark)
+    cell = mark.record.cell.values()
+    numbers = [value for value in cell if isinstance(value, int | float)]
+    words = [value for value in cell if isinstance(value, str)]
+    return mark.record.metric, numbers, words, mark.record.policy != "full", mark.record.policy, _bar_name(mark)
 
 
 def _bars(axes: Axes, marks: Sequence[Mark], label: str, title: str, tall: int) -> None:
