@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_records import everything, perplexity, pg19, recall, record, retention
+from made_records import everything, extrapolation, perplexity, pg19, recall, record, retention
 from PIL import Image
 
 from msrnn.analysis.compare import excess
 from msrnn.analysis.records import ORDER, families, family, newest, read_results
+from msrnn.analysis.running import running_perplexity
 from msrnn.analysis.speed import _comparable, speeds
-from msrnn.analysis.style import apart, looks
+from msrnn.analysis.style import apart, looks, new_figure, plain_log
 from msrnn.analysis.table import perplexity_table, speed_table, tables, words_table
 from msrnn.cli import main
 from msrnn.eval.record import write_records
@@ -228,6 +229,26 @@ def test_plot_draws_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[
         picture = np.asarray(Image.open(tmp_path / "new" / file).convert("L"))
         assert picture.shape[1] > 700
         assert 0.005 < (picture < 200).mean() < 0.6, file
+
+
+def test_every_kind_of_positions_has_a_row_of_its_own(tmp_path: Path) -> None:
+    plain = [one for one in extrapolation() if one.cell["positions"] == "plain"]
+    few, all_kinds = (
+        Image.open(running_perplexity(found, tmp_path / "r.png")).size for found in (plain, extrapolation())
+    )
+    assert few[0] == all_kinds[0]
+    assert 2 < all_kinds[1] / few[1] < 3
+
+
+def test_numbers_of_an_axis_are_round() -> None:
+    axes = new_figure(4, 3).subplots()
+    axes.set_yscale("log")
+    for low, high in ((21.89, 31.4), (24.1, 25.3), (21.0, 126.0)):
+        axes.set_ylim(low, high)
+        plain_log(axes)
+        shown = [tick.get_text() for tick in axes.get_yticklabels()]
+        assert 3 <= len(shown) <= 12
+        assert all(low <= float(text) <= high and len(text.replace(".", "")) <= 3 for text in shown), shown
 
 
 def test_the_same_records_give_the_same_picture(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from ..eval.record import Record
 from ..files import replacing
 
@@ -146,13 +144,13 @@ def _ink(colour: str) -> tuple[float, ...]:
 
 def plain_log(axes: Axes) -> None:
     """A logarithmic axis with plain numbers, about six of them."""
-    from matplotlib.ticker import FixedLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
     low, high = axes.get_ylim()
     steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     ticks = [base * 10.0**power for power in range(-3, 7) for base in steps]
-    if high / low < 1.5:
-        ticks = list(np.linspace(low, high, 6).round(2))
+    if high / low < 2:
+        ticks = list(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high))
     shown = [tick for tick in ticks if low <= tick <= high]
     axes.yaxis.set_major_locator(FixedLocator(shown))
     axes.yaxis.set_minor_locator(NullLocator())
