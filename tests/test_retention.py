@@ -159,6 +159,28 @@ def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_pat
     assert found["tova:16", "held by age", (("age", 1),)].value > found["tova:16", "held by age", (("age", 32),)].value
 
 
+def test_moments_begin_when_every_layer_that_evicts_has_begun() -> None:
+    late, never = [[99, 99, 4, 5, 99, 99]], [[99] * 6]
+    assert retention.moments(trace_of(WINDOW, late)) == [4, 5]
+    assert retention.moments(trace_of(WINDOW, never)) == [2, 3, 4, 5]
+    assert retention.moments(trace_of(never)) == [5]
+
+
+def test_a_profile_is_measured_layer_by_layer(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    profile = tmp_path / "p.json"
+    profile.write_text('{"capacities": [8, 16, 24]}')
+    policy, given = f"tova:16,profile={profile}", {"length": 60, "words": False, "traces": tmp_path / "traces"}
+    model = wide(llama, tokenizer)
+    records = measure.measure(model, tokenizer, WORDS * 4, ["tova:16", policy], **given)
+    held = {one.cell.get("layer"): one for one in records if (one.policy, one.metric) == (policy, "any token held")}
+    assert [held[layer].value * 60 for layer in range(3)] == pytest.approx([8, 16, 24])
+    assert held[None].capacity == 16
+    assert [one.policy for one in records if one.metric == "agreement with tova:16"] == [policy]
+    profile.write_text('{"capacities": [24, 16, 8]}')  # made anew: the trace under its name is not it
+    again = measure.measure(model, tokenizer, WORDS * 4, policy, **given)
+    assert next(one.value for one in again if one.cell == {"layer": 0} and one.metric == "any token held") == pytest.approx(0.4)
+
+
 def test_traces_are_used_again(llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide(llama, tokenizer)
     given = {"length": 60, "words": False, "traces": tmp_path}

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..eval.experiment import entry
 from ..eval.metrics import interval, mean, perplexity
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
 from ..machine import commit, machine, now, versions
 from ..memory import Peak
 from ..perplexity import Progress, score
-from ..policy import parse
 from ..rnn import RNN, fingerprint
 from ..trace import Trace
 from . import retention
@@ -108,10 +108,10 @@ def check(policies: Sequence[str], readings: Sequence[Reading]) -> None:
     if not policies or not readings:
         raise ValueError("retention needs at least one text and one policy")
     for policy in policies:
-        capacity = parse(policy).capacity
-        if capacity is None:
+        sizes = entry(policy).sizes
+        if not sizes:
             raise ValueError(f"{policy} keeps everything, so there is nothing to see; use e.g. tova:256")
-        short = [one for one in readings if len(one.ids) <= capacity + 1]
+        short = [one for one in readings if len(one.ids) <= min(sizes) + 1]
         if short:
             few = f"{short[0].name} has {len(short[0].ids)} tokens"
             raise ValueError(f"{few}, so nothing ever leaves {policy}; give a longer text, or a smaller capacity")
@@ -125,10 +125,11 @@ def _trace(
     if path is not None and path.exists():
         known = Trace.load(path)
         same = known.tokens is not None and known.tokens[0].tolist() == reading.ids
-        if same and known.policy == policy and known.notes.get("fingerprint") == fingerprint(model):
+        same = same and known.policy == policy and known.notes.get("profile", "") == entry(policy).mark
+        if same and known.notes.get("fingerprint") == fingerprint(model):
             return known
     made = read(model, reading.ids, policy, progress)
-    made.notes["text"] = reading.name
+    made.notes |= {"text": reading.name, "profile": entry(policy).mark}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
@@ -150,8 +151,13 @@ def read(model: PreTrainedModel, ids: Sequence[int], policy: str, progress: Prog
 
 def _first_alike(done: Mapping[str, Trace], policy: str) -> Trace | None:
     """The first policy of the same capacity, which this one is compared with; None if it is that one."""
-    alike = next(name for name in done if parse(name).capacity == parse(policy).capacity)
+    alike = next(name for name in done if _slots(name) == _slots(policy))
     return None if alike == policy else done[alike]
+
+
+def _slots(policy: str) -> int:
+    """By layer on average, as a policy is named."""
+    return round(entry(policy).capacity or 0)
 
 
 def rows(trace: Trace, classes: Sequence[str] | None = None, beside: Trace | None = None) -> Iterator[Row]:
@@ -239,7 +245,7 @@ def records(
             task="retention",
             model=Path(str(model.config.name_or_path)).name or "unnamed",
             policy=policy,
-            capacity=parse(policy).capacity,
+            capacity=entry(policy).capacity,
             metric=name,
             value=value,
             low=low,

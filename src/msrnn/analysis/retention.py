@@ -38,10 +38,11 @@ def older(held: Tensor, step: int) -> Tensor:
 
 
 def moments(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
-    """Steps from the first eviction to the end, evenly spread: before that, states only fill."""
+    """Steps to the end, evenly spread, from where every layer that will evict has done so: before, states fill."""
     last = trace.length - 1
-    first = min((int(deaths[row].min()) for deaths in trace.deaths), default=0)
-    return sorted(set(torch.linspace(min(first, last), last, count).long().tolist()))
+    firsts = [int(deaths[row].min()) for deaths in trace.deaths]
+    begin = max((first for first in firsts if first <= last), default=last)
+    return sorted(set(torch.linspace(begin, last, count).long().tolist()))
 
 
 def mean_recent_share(trace: Trace, row: int = 0) -> Tensor:
@@ -88,8 +89,8 @@ def chance_agreement(trace: Trace, row: int = 0) -> float:
     found = []
     for step in moments(trace, row):
         sizes = _shares(trace, step, row, only_older=True).sum(1)
-        pool = float(step + 1 - _shares(trace, step, row).sum(1).mean())
-        both = sizes[:, None] * sizes / max(pool, 1)
+        pools = (step + 1 - _shares(trace, step, row).sum(1)).clamp(min=1)  # what a window of its size has dropped
+        both = sizes[:, None] * sizes / torch.maximum(pools[:, None], pools)
         found.append(off_diagonal(both / (sizes[:, None] + sizes - both)))
     return float(torch.tensor(found).nanmean())
 
