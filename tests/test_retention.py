@@ -178,7 +178,8 @@ def test_a_profile_is_measured_layer_by_layer(llama: Any, tokenizer: Any, tmp_pa
     assert [one.policy for one in records if one.metric == "agreement with tova:16"] == [policy]
     profile.write_text('{"capacities": [24, 16, 8]}')  # made anew: the trace under its name is not it
     again = measure.measure(model, tokenizer, WORDS * 4, policy, **given)
-    assert next(one.value for one in again if one.cell == {"layer": 0} and one.metric == "any token held") == pytest.approx(0.4)
+    first = next(one for one in again if one.cell == {"layer": 0} and one.metric == "any token held")
+    assert first.value == pytest.approx(0.4)
 
 
 def test_traces_are_used_again(llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
