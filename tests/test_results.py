@@ -53,6 +53,17 @@ def test_families(policy: str, name: str) -> None:
     assert family(policy) == name
 
 
+def test_tables_name_no_profile_at_length() -> None:
+    policy = "tova:512,profile=some-model"
+    made = [
+        one for one in everything() if one.policy == "tova:512" and one.task in ("extrapolation", "needle", "turns")
+    ]
+    text = "".join(table.markdown() for table in tables([replace(one, policy=policy) for one in made]))
+    assert "tova:512 by layer, gaps positions" in text
+    assert "some-model" not in text
+    assert family(policy) == "tova by layer"
+
+
 def test_families_come_in_the_papers_order() -> None:
     names = list(families([*pg19(), record("pg19", "new:64", "perplexity", 1.0)]))
     assert names == ["full", "baseline", "window", "window+4", "h2o", "tova-head", "tova", "tova+4", "new"]

@@ -69,10 +69,14 @@ def chosen(records: Iterable[Record], task: str | Sequence[str], metric: str | N
     return [one for one in records if one.task in tasks and metric in (None, one.metric)]
 
 
+def brief(policy: str) -> str:
+    """A policy as tables name it: `tova:512 by layer` where a profile gives every layer a size of its own."""
+    return re.sub(r",profile=[^,]*", " by layer", policy)
+
+
 def family(policy: str) -> str:
     """A policy's name without its size: `tova` for tova:512, `window+4` for window+4:512."""
-    name = re.sub(r",profile=[^,]*", " by layer", policy)
-    name = re.sub(r":(avg=)?\d+(\.\d+)?(?=,|\s|$)", "", name)
+    name = re.sub(r":(avg=)?\d+(\.\d+)?(?=,|\s|$)", "", brief(policy))
     return name.replace(",", ", ")
 
 

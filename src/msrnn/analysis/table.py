@@ -10,7 +10,7 @@ from ..eval.record import Record
 from . import paper
 from .compare import excess
 from .kept import MEANING, ranked_classes
-from .records import chosen, families
+from .records import brief, chosen, families
 from .style import conditions
 
 
@@ -157,17 +157,18 @@ def running_table(records: Sequence[Record]) -> Table | None:
         if places
         else []
     )
-    shown = sorted(set(wanted))
+    columns = sorted(set(wanted))
     lines: dict[tuple[str, str], dict[float, Record]] = {}
     for one in mine:
         key = (one.policy, str(one.cell.get("positions", "plain")))
         lines.setdefault(key, {})[float(one.cell["position"])] = one
     rows = [
-        [Cell(f"{policy}, {positions} positions"), *[_value(line.get(place), None) for place in shown]]
+        [Cell(f"{brief(policy)}, {positions} positions"), *[_value(line.get(place), None) for place in columns]]
         for (policy, positions), line in lines.items()
     ]
     notes = [f"The paper: {paper.EXTRAPOLATION}."]
-    return Table("Running perplexity by position", ["policy", *[f"{place:,.0f}" for place in shown]], rows, notes, mine)
+    names = [f"{place:,.0f}" for place in columns]
+    return Table("Running perplexity by position", ["policy", *names], rows, notes, mine)
 
 
 def retention_table(records: Sequence[Record]) -> Table | None:
@@ -184,7 +185,8 @@ def retention_table(records: Sequence[Record]) -> Table | None:
     rows = []
     for policy in dict.fromkeys(one.policy for one in mine):
         own = {one.metric: one for one in mine if one.policy == policy}
-        rows.append([Cell(policy), *[_value(own.get(name), None, share=name != "perplexity") for name in shown]])
+        cells = [_value(own.get(name), None, share=name != "perplexity") for name in shown]
+        rows.append([Cell(brief(policy)), *cells])
     low, high = paper.RECENT_SHARE
     notes = [
         f"The paper: {low:.0%} to {high:.0%} of what TOVA keeps is recent; the first token stays to the end at every "
@@ -207,7 +209,7 @@ def words_table(records: Sequence[Record]) -> Table | None:
     columns = [
         column
         for policy in policies
-        for column in ((policy, f"{policy}, paper") if _has_paper(policy, mine) else (policy,))
+        for column in [brief(policy), *([f"{brief(policy)}, paper"] if _has_paper(policy, mine) else [])]
     ]
     notes = [
         "Steps at which a token was visible, its own included, counted to the end for those still held.",
@@ -241,7 +243,7 @@ def recall_table(records: Sequence[Record]) -> Table | None:
     rows = []
     for policy in dict.fromkeys(one.policy for one in mine):
         own = [[one for one in mine if one.policy == policy and fits(one)] for fits in columns.values()]
-        rows.append([Cell(policy), *[Cell(f"{_mean(found):.2f}" if found else "") for found in own]])
+        rows.append([Cell(brief(policy)), *[Cell(f"{_mean(found):.2f}" if found else "") for found in own]])
     notes = [
         "Needle and passkey by the length of the text, mean over depths; turns by the turns since the fact was told."
     ]
@@ -258,13 +260,13 @@ def _mean(found: Sequence[Record]) -> float:
 
 def story_table(records: Sequence[Record]) -> Table | None:
     mine = [one for one in chosen(records, "story") if not one.cell]
-    shown = list(dict.fromkeys(one.metric for one in mine))
+    metrics = list(dict.fromkeys(one.metric for one in mine))
     rows = []
     for policy in dict.fromkeys(one.policy for one in mine):
         own = {one.metric: one for one in mine if one.policy == policy}
-        rows.append([Cell(policy), *[_value(own.get(name), None) for name in shown]])
+        rows.append([Cell(brief(policy)), *[_value(own.get(name), None) for name in metrics]])
     said = "; ".join(f"{size}: {win}/{tie}/{lost} %" for size, (win, tie, lost) in paper.STORIES.items())
-    return Table("Story generation", ["policy", *shown], rows, [f"The paper, TOVA wins/tie/full wins: {said}."], mine)
+    return Table("Story generation", ["policy", *metrics], rows, [f"The paper, TOVA wins/tie/full wins: {said}."], mine)
 
 
 def speed_table(records: Sequence[Record]) -> Table | None:
