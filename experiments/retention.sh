@@ -2,7 +2,7 @@
 # Section 7.3 of the paper: which tokens stay. Sizes and length as there; each size also head-wise, and beside a window.
 #   bash experiments/retention.sh DATA OUT.jsonl [more options of msrnn retention, e.g. --device cuda --dtype bfloat16]
 # DATA has pg19/*.txt. The same command again goes on where it was stopped: traces are kept beside the records.
-# SIZES (256 512 1024 2048), TOKENS (4096) and PYTHON (python) may be set.
+# SIZES (256 512 1024 2048), TOKENS (4096), PYTHON (python) and PROFILE (none; its averages at 256) may be set.
 set -euo pipefail
 data=$1 out=$2
 shift 2
@@ -12,4 +12,8 @@ for size in ${SIZES:-256 512 1024 2048}; do
     $python -m msrnn retention "$data/pg19" --policy "tova:$size" --policy "tova-head:$size" --policy "window+4:$size" \
         --tokens "${TOKENS:-4096}" --traces "${out%.jsonl}.traces" -o "$out" "$@"
 done
+if [ -n "${PROFILE:-}" ]; then
+    $python -m msrnn retention "$data/pg19" --policy tova:256 --policy "tova:256,profile=$PROFILE" --policy fade:256 \
+        --policy "fade:256,profile=$PROFILE" --tokens "${TOKENS:-4096}" --traces "${out%.jsonl}.traces" -o "$out" "$@"
+fi
 $python -m msrnn plot "$out" -o "${out%.jsonl}.figures"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..eval.record import Record
 from . import paper
-from .records import chosen, family
+from .records import brief, chosen, family
 from .style import SIZE_LOOKS, Look, head, name_lines, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ MEANING = {
 
 def retention_curves(records: Sequence[Record], path: str | Path) -> Path:
     """Recent share by layer, survival by age, and how agreement falls with the distance between layers."""
-    mine, left_out = _few(chosen(records, "retention"))
+    mine, left_out = _few(chosen(_named(records), "retention"))
     look = _policy_looks(list(dict.fromkeys(one.policy for one in mine)))
     figure = new_figure(13, 4.6)
     panels = figure.subplots(1, 3)
@@ -61,10 +62,15 @@ def retention_curves(records: Sequence[Record], path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
+def _named(records: Sequence[Record]) -> list[Record]:
+    """Policies by the names that tables give them."""
+    return [replace(one, policy=brief(one.policy)) for one in records]
+
+
 def _few(found: Sequence[Record]) -> tuple[list[Record], str]:
-    """Records of as many policies as can be told apart, TOVA's first, and what to say of the others."""
+    """Records of as many policies as can be told apart, TOVA's first, then profiles; and what to say of the others."""
     sizes = {one.policy: one.capacity or 0 for one in found}
-    ranked = sorted(sizes, key=lambda name: (family(name) != "tova", family(name), sizes[name]))
+    ranked = sorted(sizes, key=lambda name: (family(name) != "tova", " by " not in name, family(name), sizes[name]))
     shown = ranked[:_POLICIES]
     said = f" ({len(shown)} of {len(ranked)} policies; all are in the table)" if len(ranked) > _POLICIES else ""
     mine = [one for one in found if one.policy in shown]
@@ -102,6 +108,7 @@ def _by(
 
 def words_kept(records: Sequence[Record], path: str | Path) -> Path:
     """Mean steps kept by word class, most kept first, one mark per policy; the paper's where it gives them."""
+    records = _named(records)
     found = [one for one in chosen(records, "retention", "steps kept") if "class" in one.cell]
     mine, left_out = _few(found)
     policies = list(dict.fromkeys(one.policy for one in mine))
@@ -113,8 +120,7 @@ def words_kept(records: Sequence[Record], path: str | Path) -> Path:
         axes.axhline(index, color="#e4e4e4", linewidth=0.7, zorder=0)
         for policy, style in look.items():
             _mark(axes, [one for one in mine if one.policy == policy and one.cell["class"] == name], index, style)
-    for policy in policies:
-        _mean_line(axes, records, policy, look[policy])
+    _mean_lines(axes, records, look)
     _paper_marks(axes, mine, list(reversed(classes)), look)
     axes.set_yticks(range(len(classes)), [_label(name) for name in reversed(classes)])
     axes.set_ylim(-0.6, len(classes) + 0.2)
@@ -151,12 +157,16 @@ def _mark(axes: Axes, found: Sequence[Record], height: float, look: Look) -> Non
         axes.plot(one.value, height, marker=look.marker, color=look.colour, markersize=6, linestyle="")
 
 
-def _mean_line(axes: Axes, records: Sequence[Record], policy: str, look: Look) -> None:
-    means = [one for one in chosen(records, "retention", "steps kept") if one.policy == policy and not one.cell]
-    for mean in means[:1]:
-        axes.axvline(mean.value, color=look.colour, linewidth=0.9, linestyle=look.dash, zorder=0)
-        axes.annotate("mean", (mean.value, 1), (2, 0), xycoords=("data", "axes fraction"), fontsize=7, va="top",
-                      textcoords="offset points", color=look.colour)  # fmt: skip
+def _mean_lines(axes: Axes, records: Sequence[Record], look: dict[str, Look]) -> None:
+    """The mean over all tokens of every policy; of means that lie close together the largest is named."""
+    found = [one for one in chosen(records, "retention", "steps kept") if one.policy in look and not one.cell]
+    means = {one.policy: one.value for one in found}
+    for policy, value in means.items():
+        style = look[policy]
+        axes.axvline(value, color=style.colour, linewidth=0.9, linestyle=style.dash, zorder=0)
+        if not any(value < other < 1.15 * value for other in means.values()):
+            axes.annotate("mean", (value, 1), (2, 0), xycoords=("data", "axes fraction"), fontsize=7, va="top",
+                          textcoords="offset points", color=style.colour)  # fmt: skip
 
 
 def _paper_marks(axes: Axes, mine: Sequence[Record], classes: Sequence[str], look: dict[str, Look]) -> None:
