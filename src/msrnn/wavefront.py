@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -138,12 +139,19 @@ class Wavefront:
         device = rnn.device
         self.tokens = torch.zeros(1, laps * lanes * chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        streams = lanes if device.type == "cuda" else 0
-        self.joined = streams > 0 if joined is None else joined
+        self.joined = device.type == "cuda" if joined is None else joined
         self._weights = Joined(rnn.model) if self.joined else nullcontext()
-        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]  # type: ignore[no-untyped-call]
-        # not PyTorch's own for captures: who destroys a graph frees the workspace of all that its stream captured
-        self._aside = torch.cuda.Stream(device) if streams else None  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """The lanes on a GPU. Taken when first needed: PyTorch has 32 streams for all, and many never read so."""
+        lanes = self.lanes if self.rnn.device.type == "cuda" else 0
+        return [torch.cuda.Stream(self.rnn.device) for _ in range(lanes)]  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def _aside(self) -> torch.cuda.Stream:
+        """Not PyTorch's own for captures: who destroys a graph frees the workspace of all that its stream captured."""
+        return torch.cuda.Stream(self.rnn.device)  # type: ignore[no-untyped-call]
 
     def fits(self, length: int) -> bool:
         """Whether a prompt is long enough to fill every lane once."""
