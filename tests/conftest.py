@@ -1,8 +1,9 @@
-"""For the tests of the transformers adapter: a tiny random Llama, and one thread, as it is too small for more."""
+"""What several files share: a tiny random Llama, one thread, as it is too small for more, and made-up records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +45,15 @@ def llama() -> Llama:
         return LlamaForCausalLM(config).eval()
 
     return make
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with records of every kind."""
+    from made_records import everything
+
+    from msrnn.eval.record import write_records
+
+    path = tmp_path_factory.mktemp("results") / "all.jsonl"
+    write_records(path, everything())
+    return path
