@@ -73,7 +73,8 @@ def check(expected: dict[str, Any], device: str) -> list[dict[str, Any]]:
     model, _ = msrnn.load(dtype="float32", device=device)
     conditions = {
         "date": machine.now(), "commit": machine.commit(), "machine": machine.machine(model.device),
-        "versions": machine.versions(), "dtype": "float32", "against": expected["machine"],
+        "versions": machine.versions(), "command": machine.command(),
+        "dtype": "float32", "against": expected["machine"],
     }  # fmt: skip
     rows = []
     engine = Engine(model, ABOVE, batch=len(expected["prompts"]))

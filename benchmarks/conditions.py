@@ -9,13 +9,13 @@ from statistics import median
 
 import torch
 
-from msrnn.machine import commit, machine, now, versions
+from msrnn.machine import command, commit, machine, now, versions
 
 
 def conditions(**more: object) -> dict[str, object]:
     """What every record of one run shares."""
     about = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
-    return {**about, "load_before": round(os.getloadavg()[0], 2), **more}
+    return {**about, "command": command(), "load_before": round(os.getloadavg()[0], 2), **more}
 
 
 def timed(runs: list[float]) -> dict[str, object]:

@@ -200,7 +200,6 @@ def main() -> None:
     shared = conditions(
         model="SmolLM2-135M-Instruct", dtype="float32", threads=options.threads, text="pydoc_data.topics"
     )
-    shared["command"] = f"python benchmarks/cpu.py --parts {' '.join(options.parts)}"
     for policy in POLICIES:  # compile and warm up
         prefill_bounded(model, ids[:700], f"{policy}:64")
     tables: list[Iterator[dict]] = []

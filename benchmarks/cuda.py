@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import triton
 
+from msrnn.machine import command
+
 RECORDS: list[dict[str, Any]] = []
 
 
@@ -24,6 +26,7 @@ def machine() -> dict[str, str]:
         "triton": triton.__version__,
         "python": sys.version.split()[0],
         "date": time.strftime("%Y-%m-%d"),
+        "command": command(),
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -68,8 +67,7 @@ class Session:
                     more[name_of] = found["tokens_per_s"] / other["tokens_per_s"]
             elif isinstance(other, dict) or other is None:
                 more[name_of] = None
-        shared = measure.conditions(self.device, shape=self.shape, dtype=self.dtype, weights="random",
-                                    command=" ".join(["python", *sys.argv]))  # fmt: skip
+        shared = measure.conditions(self.device, shape=self.shape, dtype=self.dtype, weights="random")
         shared |= {"commit": self.options.commit} if self.options.commit else {}
         record = shared | {"copy_bytes_per_s": self.speed, "gate": self.gate, "figure": name} | found | more
         with self.options.out.open("a") as file:

@@ -26,7 +26,7 @@ from msrnn import recurrence
 from msrnn.adapters.vllm.batch import Batch, Fixed, attend, batch_of
 from msrnn.adapters.vllm.block import Blocks, Layout
 from msrnn.attention import Attention
-from msrnn.machine import commit, machine, now, versions
+from msrnn.machine import command, commit, machine, now, versions
 from msrnn.policy import Policy, parse
 from msrnn.state import State
 
@@ -50,6 +50,7 @@ def main() -> None:
     shape = [int(number) for number in (given.time or SHAPES[device.type]).split(",")]
     rows += [timed(shape, batch, device) for batch in shape[5:]]
     about = {"date": now(), "commit": commit(), "machine": machine(device), "versions": versions()}
+    about |= {"command": command()}
     if given.out:
         with given.out.open("a") as file:
             file.writelines(json.dumps(about | row) + "\n" for row in rows)

@@ -86,7 +86,7 @@ def measure(given: argparse.Namespace, policy: str) -> dict[str, object]:
     for number, ids in enumerate(_texts(given.requests, given.prompt)):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, asked)
     shared = conditions(what="serving", policy=policy, model="SmolLM2-135M-Instruct", dtype="float32")
-    shared |= {"vllm": vllm_version(), "threads": torch.get_num_threads(), "command": "benchmarks/vllm_cpu.py"}
+    shared |= {"vllm": vllm_version(), "threads": torch.get_num_threads()}
     return shared | {name: getattr(given, name) for name in SETTINGS} | _drive(llm.llm_engine)
 
 

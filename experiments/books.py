@@ -173,7 +173,7 @@ def records(
             run=task,
             settings=settings,
             parts={group: {"nll": nats, "tokens": tokens} for group, (nats, tokens) in losses.of(policy).items()},
-            command=" ".join(sys.argv),
+            command=machine.command(),
         )
         for label, (policy, capacity) in policies.items()
     ]

@@ -166,3 +166,16 @@ def test_bandwidth_and_times():
     full = prefill.fastest_full(shapes.make("tiny", torch.float32, "cpu"), 1, 16, runs=1)
     assert full["policy"] == "full"
     assert run.count(run.PARTS, run.Settings(("a", "b"), 8, (1, 2), ((4, 1), (4, 2)), 4)) == 3 + 6 + 6 + 2
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        (["/some/bin/msrnn", "bench", "--shape", "tiny"], "msrnn bench --shape tiny"),
+        (["/some/src/msrnn/__main__.py", "bench"], "msrnn bench"),
+        (["benchmarks/h200.py", "gate"], "python benchmarks/h200.py gate"),
+    ],
+)
+def test_a_record_says_what_was_typed(monkeypatch, typed, said):
+    monkeypatch.setattr("sys.argv", typed)
+    assert measure.conditions(CPU)["command"] == said

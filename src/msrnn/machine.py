@@ -1,10 +1,11 @@
-"""Where and with what something was measured."""
+"""Where, with what and by which command something was measured."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +37,13 @@ def commit() -> str:
         return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def command() -> str:
+    """What was typed: `msrnn ...`, or a script and its arguments."""
+    script, *arguments = sys.argv
+    ours = Path(script).name in ("msrnn", "__main__.py")
+    return " ".join(["msrnn", *arguments] if ours else ["python", script, *arguments])
 
 
 def now() -> str:

@@ -6,7 +6,6 @@ With a folder for traces, what it holds already is not read again, so a stopped 
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..eval.experiment import entry
 from ..eval.metrics import interval, mean, perplexity
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
-from ..machine import commit, machine, now, versions
+from ..machine import command, commit, machine, now, versions
 from ..memory import Peak
 from ..perplexity import Progress, score
 from ..rnn import RNN, fingerprint
@@ -261,7 +260,7 @@ def records(
             settings=dict(settings),
             parts=parts,
             date=now(),
-            command=" ".join(["msrnn", *sys.argv[1:]]),
+            command=command(),
             **where,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..eval.record import Cell, Record, write_records
-from ..machine import commit, machine, now, versions
+from ..machine import command, commit, machine, now, versions
 from ..models import load
 from ..text import read_blocks
 from .benchmarks import capacity_in
@@ -101,7 +100,7 @@ class Answer:
                 cell=cell,
                 settings=self.settings,
                 parts=parts,
-                command=" ".join(["python", *sys.argv]),
+                command=command(),
             )
         )
 

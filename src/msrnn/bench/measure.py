@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..machine import commit, machine, now, versions
+from ..machine import command, commit, machine, now, versions
 
 Record = dict[str, Any]
 
@@ -80,4 +80,4 @@ def clear(device: torch.device) -> None:
 def conditions(device: torch.device, **more: object) -> Record:
     """What every record of one run shares."""
     about = {"date": now(), "commit": commit(), "machine": machine(device), "cuda": torch.version.cuda}
-    return {**about, "versions": versions(), **more}
+    return {**about, "versions": versions(), "command": command(), **more}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from itertools import product
@@ -95,8 +94,7 @@ def run(arguments: Namespace) -> None:
     model = shapes.make(arguments.shape, dtype, str(device))
     settings = replace(settings, bytes_per_second=measure.bandwidth(device))
     shared = measure.conditions(device, shape=arguments.shape, dtype=str(dtype)[6:], weights="random",
-                                copy_bytes_per_s=settings.bytes_per_second,
-                                command=" ".join(["msrnn", *sys.argv[1:]]))  # fmt: skip
+                                copy_bytes_per_s=settings.bytes_per_second)  # fmt: skip
     bar = tqdm(total=runs.count(arguments.parts, settings), unit="figure", disable=arguments.quiet or None, leave=False)
     records = []
     with bar, _Log(arguments.output) as log:

@@ -45,8 +45,8 @@ def add(commands: options.Commands[options.Parser]) -> None:
 def run(arguments: Namespace) -> None:
     from ..policy import parse, split_profile
 
-    given = arguments.policy or ["tova:256"]
-    policies = list(dict.fromkeys(text if split_profile(text)[1] else str(parse(text)) for text in given))
+    wanted = arguments.policy or ["tova:256"]
+    policies = list(dict.fromkeys(text if split_profile(text)[1] else str(parse(text)) for text in wanted))
     texts = dict(read_text(path) for given in arguments.texts for path in text_files(given))
     _check_output(Path(arguments.output))
     import torch

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from ..machine import commit, machine, now, versions
+from ..machine import command, commit, machine, now, versions
 from ..memory import Peak
 from ..rnn import fingerprint
 from . import metrics, positions, tasks
@@ -203,7 +203,7 @@ class Bench:
             "versions": versions(),
             "commit": commit(),
             "date": now(),
-            "command": " ".join(["msrnn", *sys.argv[1:]]),
+            "command": command(),
         }
 
     def records(self, experiment: Experiment, entries: Sequence[Entry], works: Sequence[Work]) -> Iterator[Record]:
