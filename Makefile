@@ -17,7 +17,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## run the small bundled model with a bounded state and show what it keeps
-	@$(PY) -m msrnn.demo
+	@$(PY) -m msrnn.cli.demo
 
 test: lint ## lint, then run all tests
 	@echo "== pytest"

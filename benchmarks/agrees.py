@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import msrnn
-from msrnn import machine
-from msrnn.engine import Engine
-from msrnn.eval.read import token_nll
+from msrnn.engine.engine import Engine
+from msrnn.eval.scoring import token_nll
+from msrnn.system import provenance as machine
 
 POLICIES = ("full", "tova:256", "h2o:256", "window+4:256")
 ABOVE = "tova:2048"  # more than any prompt and its text

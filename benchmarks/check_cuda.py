@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import msrnn
-from msrnn import recurrence, reference
-from msrnn.adapters.hf import BoundedCache, BoundedLayer
-from msrnn.attention import Attention
 from msrnn.bench import measure, prefill, shapes
+from msrnn.core import recurrence, reference
+from msrnn.core.attention import Attention
+from msrnn.core.slots import State
+from msrnn.engine.pipeline import CHUNK, Wavefront
+from msrnn.hf.cache import BoundedCache, BoundedLayer
 from msrnn.policy import parse
 from msrnn.rnn import RNN
-from msrnn.state import State
-from msrnn.wavefront import CHUNK, Wavefront
 
 POLICIES = ("tova:16", "window+4:16", "h2o:16", "tova-head:16", "tova:16,momentum=0.5", "full")
 

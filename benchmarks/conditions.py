@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from msrnn.machine import command, commit, machine, now, versions
+from msrnn.system.provenance import command, commit, machine, now, versions
 
 
 def conditions(**more: object) -> dict[str, object]:

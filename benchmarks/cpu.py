@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 import msrnn
-from msrnn.memory import Peak
-from msrnn.models import bundled
+from msrnn.hf.cost import Peak
+from msrnn.hf.load import bundled
 
 HERE = Path(__file__).parent
 KVPRESS = HERE.parent / ".venv-kvpress" / "bin" / "python"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from msrnn.machine import command
+from msrnn.system.provenance import command
 
 RECORDS: list[dict[str, Any]] = []
 

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 
 import msrnn
-from msrnn.memory import Peak
+from msrnn.hf.cost import Peak
 from msrnn.rnn import PIECE
 
 

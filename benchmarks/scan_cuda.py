@@ -17,8 +17,11 @@ import torch
 from cuda import poisoned, record, timed, write
 from torch import Tensor
 
-from msrnn.attention import Attention, mix
-from msrnn.ops import NEVER, eager, gpu, gpu_rows
+from msrnn.core.attention import Attention, mix
+from msrnn.kernels import NEVER
+from msrnn.kernels.torch import scan as eager
+from msrnn.kernels.triton import compact as gpu_rows
+from msrnn.kernels.triton import scan as gpu
 from msrnn.policy import Policy, parse
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from msrnn.attention import Attention
-from msrnn.ops import eager_step, gpu_step
+from msrnn.core.attention import Attention
+from msrnn.core.slots import State
+from msrnn.kernels.torch import step as eager_step
+from msrnn.kernels.triton import step as gpu_step
 from msrnn.policy import Policy, parse
-from msrnn.state import State
 
 Shape = tuple[int, int, int, int]  # batch, query heads, KV heads, head size
 

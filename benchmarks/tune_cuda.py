@@ -19,7 +19,8 @@ import torch
 from torch.nn.functional import linear
 
 from msrnn.bench import decode, measure, prefill, shapes
-from msrnn.ops import gpu, gpu_step
+from msrnn.kernels.triton import scan as gpu
+from msrnn.kernels.triton import step as gpu_step
 
 # chunk, lanes, laps, programs of a scan, rows per block, registers a thread (None: as the code has it), compiled
 WAVES: tuple[tuple[int, int, int, int, int, int | None, bool], ...] = (

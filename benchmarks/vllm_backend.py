@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from msrnn import recurrence
-from msrnn.adapters.vllm.batch import Batch, Fixed, attend, batch_of
-from msrnn.adapters.vllm.block import Blocks, Layout
-from msrnn.attention import Attention
-from msrnn.machine import command, commit, machine, now, versions
+from msrnn.core import recurrence
+from msrnn.core.attention import Attention
+from msrnn.core.slots import State
 from msrnn.policy import Policy, parse
-from msrnn.state import State
+from msrnn.system.provenance import command, commit, machine, now, versions
+from msrnn.vllm.batch import Batch, Fixed, attend, batch_of
+from msrnn.vllm.block import Blocks, Layout
 
 HEADS, KV_HEADS, SIZE = 6, 3, 64
 POLICIES = (

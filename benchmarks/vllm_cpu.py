@@ -66,8 +66,8 @@ def measure(given: argparse.Namespace, policy: str) -> dict[str, object]:
     import torch
     from vllm import LLM, SamplingParams
 
-    from msrnn.adapters.vllm.plugin import vllm_version
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
+    from msrnn.vllm.plugin import vllm_version
 
     llm = LLM(
         str(bundled()),
@@ -118,7 +118,7 @@ def _drive(engine: Any) -> dict[str, object]:
 def _texts(count: int, length: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     text = " ".join((ROOT / "LICENSE").read_text().split())
     ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"] * (2 + length // 1000)

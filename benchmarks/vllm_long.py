@@ -31,7 +31,7 @@ Found = dict[str, object]
 
 
 def main() -> int:
-    from msrnn.adapters.vllm.plugin import vllm_version
+    from msrnn.vllm.plugin import vllm_version
 
     parts = {"tp": tensor_parallel, "pp": pipeline_parallel, "many": many, "killed": killed}
     failed = 0
@@ -173,7 +173,7 @@ def server(
     policy: str | None, *options: str, environment: dict[str, str] | None = None, graph: bool = False
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`msrnn serve` with the bundled model, or vLLM's own server where there is no policy."""
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -250,7 +250,7 @@ def _texts(count: int, length: int) -> list[list[int]]:
     """So many different texts, of about that many tokens."""
     from transformers import AutoTokenizer
 
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     text = " ".join((HERE.parent / "LICENSE").read_text().split())
     ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"]

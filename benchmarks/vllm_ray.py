@@ -43,7 +43,7 @@ PLATFORM = {
 def main() -> int:
     from ray import __version__ as ray_version
 
-    from msrnn.adapters.vllm.plugin import vllm_version
+    from msrnn.vllm.plugin import vllm_version
 
     wanted = sys.argv[1:] or list(SPREAD)
     alone = json.loads(_apart("one")[0])["tokens"] if {"pp", "tp"} & {*wanted} else []
@@ -97,7 +97,7 @@ def engine(name: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm_long import _texts
 
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     common = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
     llm = LLM(str(bundled()), **(common | options))

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from msrnn import machine
-from msrnn.calibrate import chunks_of
-from msrnn.eval.read import token_nll
+from msrnn.budgets.calibrate import chunks_of
+from msrnn.budgets.profile import identity
+from msrnn.eval.measurements import Ledger
+from msrnn.eval.perplexity import piece_for
 from msrnn.eval.record import Record, write_records
-from msrnn.ledger import Ledger
-from msrnn.models import load
-from msrnn.perplexity import piece_for
-from msrnn.profile import identity
+from msrnn.eval.scoring import token_nll
+from msrnn.hf.load import load
+from msrnn.system import provenance as machine
 
 SEED, DRAWS = 1, 4000
 MODULES = ("argparse", "ast", "difflib", "doctest", "inspect", "pydoc", "tarfile", "turtle", "typing", "unittest/mock")

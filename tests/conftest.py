@@ -50,9 +50,8 @@ def llama() -> Llama:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with records of every kind."""
-    from made_records import everything
-
     from msrnn.eval.record import write_records
+    from tests.support.records import everything
 
     path = tmp_path_factory.mktemp("results") / "all.jsonl"
     write_records(path, everything())

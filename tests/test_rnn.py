@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import msrnn
-from msrnn.files import replacing
 from msrnn.rnn import pieces
+from msrnn.system.files import replacing
 
 POLICIES = ["tova:16", "h2o:16", "window+4:16", "tova-head:16", "full", "tova:16,momentum=0.5"]
 
@@ -123,7 +123,7 @@ def test_resumed_in_another_process_bit_for_bit(model: LlamaForCausalLM, tmp_pat
     _, state = rnn.step(ids(50), rnn.start())
     state.save(file)
     code = (
-        f"import sys, json, torch, msrnn; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_rnn as t;"
+        f"import sys, json, torch, msrnn; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import test_rnn as t;"
         f"rnn = msrnn.RNN(t.tiny(), 'tova:16'); logits, _ = rnn.step(t.ids(7, 3), rnn.load({str(file)!r}));"
         "print(json.dumps(logits[0].tolist()))"
     )

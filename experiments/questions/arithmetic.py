@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from msrnn.analysis import question
-from msrnn.perplexity import empty
+from msrnn.eval.perplexity import empty
 
 COLOURS = ("red", "blue", "green", "black", "white")
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msrnn.analysis import question
-from msrnn.perplexity import perplexity
-from msrnn.text import read_blocks
+from msrnn.eval.perplexity import perplexity
+from msrnn.system.text import read_blocks
 
 
 def main(argv: Sequence[str] | None = None) -> None:

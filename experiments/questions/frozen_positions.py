@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from msrnn.analysis import question
-from msrnn.calibrate import chunks_of
+from msrnn.budgets.calibrate import chunks_of
 from msrnn.eval import positions
-from msrnn.eval.read import token_nll
-from msrnn.models import load
+from msrnn.eval.scoring import token_nll
+from msrnn.hf.load import load
 
 EXACT = 1
 KINDS = {"gaps": positions.paper_gap, "relative": torch.ones_like}

@@ -18,8 +18,8 @@ from msrnn.analysis import question
 from msrnn.analysis.imposed import deaths_by, imposed_nll
 from msrnn.analysis.measure import read
 from msrnn.analysis.retention import steps_kept
-from msrnn.perplexity import perplexity
-from msrnn.trace import Trace
+from msrnn.core.trace import Trace
+from msrnn.eval.perplexity import perplexity
 
 FIRST = 4
 

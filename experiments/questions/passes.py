@@ -9,7 +9,7 @@ If a pass left something useful behind, the next one is easier; full, which forg
 from collections.abc import Sequence
 
 from msrnn.analysis import question
-from msrnn.perplexity import empty, score
+from msrnn.eval.perplexity import empty, score
 
 
 def main(argv: Sequence[str] | None = None) -> None:

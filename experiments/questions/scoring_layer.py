@@ -13,7 +13,7 @@ import torch
 from msrnn.analysis import question
 from msrnn.analysis.imposed import deaths_by, imposed_nll
 from msrnn.analysis.measure import read
-from msrnn.trace import ALIVE
+from msrnn.core.trace import ALIVE
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters.hf import BoundedCache, BoundIgnored, Unsupported, cache
-    from .engine import Engine, Finished, Request
-    from .models import load
+    from .core.trace import Trace
+    from .engine.engine import Engine, Finished, Request
+    from .hf.cache import BoundedCache, BoundIgnored, Unsupported, cache
+    from .hf.load import load
     from .policy import Plan, Policy, fade, full, h2o, parse, read_profile, spread, tova, window
     from .rnn import RNN, RNNState, StateError
-    from .trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,12 +44,12 @@ __all__ = [
 
 # Where each name lives. It is imported when first asked for: torch and transformers take seconds, `--help` must not.
 _HOME = {
-    "adapters.hf": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
-    "engine": ("Engine", "Finished", "Request"),
-    "models": ("load",),
+    "hf.cache": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
+    "engine.engine": ("Engine", "Finished", "Request"),
+    "hf.load": ("load",),
     "policy": ("Plan", "Policy", "fade", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
     "rnn": ("RNN", "RNNState", "StateError"),
-    "trace": ("Trace",),
+    "core.trace": ("Trace",),
 }
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .allocate import allocate
+from .budgets.allocate import allocate
 
 Scope = Literal["layer", "kv_head", "query_head"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from .adapters.hf import BoundedCache, BoundedLayer, Unsupported, cache
-from .files import save_tensors
+from .core.recurrence import CHUNK
+from .core.reference import Prompt
+from .core.slots import State
+from .core.trace import Recorder, Trace
+from .hf.cache import BoundedCache, BoundedLayer, Unsupported, cache
 from .policy import PolicyLike, parse
-from .recurrence import CHUNK
-from .reference import Prompt
-from .state import State
-from .trace import Recorder, Trace
+from .system.files import save_tensors
 
 PIECE = 1024  # tokens per forward while reading: activations grow with this, not with the text
 _KIND = "msrnn state 1"

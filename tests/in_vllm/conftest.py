@@ -4,7 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from inside import NEW
+
+from tests.in_vllm.inside import NEW
 
 HERE = Path(__file__).parent
 
@@ -19,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def model() -> str:
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     return str(bundled())
 

@@ -31,7 +31,7 @@ def engine(model: str, policy: str | None, **options):
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from msrnn.adapters.vllm import POLICY, register
+    from msrnn.vllm import POLICY, register
 
     settings = {
         "dtype": "float32",
@@ -73,7 +73,7 @@ def greedy(llm, prompts: list[list[int]], tokens: int = NEW, **extra: str) -> li
 def build(loaded, model: str, folder, name: str, ids: list[int], policy: str) -> str:
     """A prefix, made as `msrnn state build` does, from token ids; `loaded`: the model with transformers."""
     import msrnn
-    from msrnn.models import mark
+    from msrnn.hf.load import mark
 
     rnn = msrnn.RNN(loaded, policy)
     _, state = rnn.read(ids, rnn.start())
@@ -84,7 +84,7 @@ def build(loaded, model: str, folder, name: str, ids: list[int], policy: str) ->
 
 def connector(files: dict[str, str]) -> dict:
     """vLLM's option for prefixes, as `msrnn serve --prefix` gives it."""
-    from msrnn.adapters.vllm.prefix import CONNECTOR, FILES
+    from msrnn.vllm.prefix import CONNECTOR, FILES
 
     return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
 

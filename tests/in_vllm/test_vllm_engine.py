@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from inside import MEMORY, NEW, engine, greedy
 
 from msrnn.policy import Plan, parse
+from tests.in_vllm.inside import MEMORY, NEW, engine, greedy
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def scheduler(llm):
 
 
 def bounded(llm) -> bool:
-    from msrnn.adapters.vllm.spec import BoundedSpec
+    from msrnn.vllm.spec import BoundedSpec
 
     return all(isinstance(group.kv_cache_spec, BoundedSpec) for group in scheduler(llm).kv_cache_config.kv_cache_groups)
 
@@ -106,7 +106,7 @@ def test_preempted_requests_begin_again_and_end_the_same(running, prompts, alone
 @on("tova:64")
 def test_one_block_per_request_whatever_its_length(running):
     """What vLLM itself believes: as many requests as there are blocks, less the one it keeps."""
-    from msrnn.adapters.vllm.spec import BoundedSpec
+    from msrnn.vllm.spec import BoundedSpec
 
     config = scheduler(running[0]).kv_cache_config
     (group,) = config.kv_cache_groups
@@ -125,7 +125,7 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, loaded):
     import torch
 
     import msrnn
-    from msrnn.adapters.vllm import settings
+    from msrnn.vllm import settings
 
     kinds = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
     kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}")

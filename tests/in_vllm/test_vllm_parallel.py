@@ -4,7 +4,8 @@ import os
 from itertools import cycle, islice
 
 import pytest
-from inside import build, connector, engine, external_hits, greedy
+
+from tests.in_vllm.inside import build, connector, engine, external_hits, greedy
 
 # On a CPU, vLLM makes what its pipeline stages pass on in a warm-up that it leaves out where nothing is compiled; so
 # the graph is traced, but not compiled.

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from inside import build, connector, engine, external_hits, greedy
-from test_vllm_server import _wait, metric
+
+from tests.in_vllm.inside import build, connector, engine, external_hits, greedy
+from tests.in_vllm.test_vllm_server import _wait, metric
 
 POLICIES = ("tova:64", "h2o:64")
 

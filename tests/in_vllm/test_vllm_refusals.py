@@ -13,8 +13,9 @@ import sys
 import urllib.request
 
 import pytest
-from inside import engine, greedy
-from test_vllm_server import _wait, metric
+
+from tests.in_vllm.inside import engine, greedy
+from tests.in_vllm.test_vllm_server import _wait, metric
 
 SIZES = {
     "hidden_size": 64,
@@ -83,7 +84,7 @@ def tiny(tmp_path):
     ids=["speculative", "connector", "fp8", "sliding", "mla", "hybrid"],
 )
 def test_an_engine_does_not_start(tiny, kind, options, reason):
-    from msrnn.adapters.vllm.plugin import Refused
+    from msrnn.vllm.plugin import Refused
 
     with pytest.raises(Refused, match=reason) as refused, engine(tiny(kind), "tova:64", **SMALL, **options):
         pytest.fail("it runs, though nothing bounds it")
@@ -103,7 +104,7 @@ def test_a_worker_that_the_policy_did_not_reach_ends_the_start(tiny, worker):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 
-    from msrnn.adapters.vllm.backend import BoundedBackend
+    from msrnn.vllm.backend import BoundedBackend
 
     stock = [CPUAttentionBackend] if worker == "CPU_ATTN" else []
     said = [[layout.name for layout in get_supported_kv_cache_layouts(of)] for of in ([BoundedBackend], stock)]

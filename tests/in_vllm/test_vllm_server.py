@@ -11,7 +11,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from inside import NEW
+
+from tests.in_vllm.inside import NEW
 
 CAPACITY = 64
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}  # float32, added up in another order
@@ -107,7 +108,7 @@ def test_completions_equal_each_text_alone_and_metrics_show_the_bound(server, cl
 def _tokenizer(server):
     from transformers import AutoTokenizer
 
-    from msrnn.models import bundled
+    from msrnn.hf.load import bundled
 
     return AutoTokenizer.from_pretrained(bundled())
 

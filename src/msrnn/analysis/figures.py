@@ -23,7 +23,7 @@ from .serving import served
 from .speed import throughput_and_memory
 
 if TYPE_CHECKING:
-    from ..trace import Trace
+    from ..core.trace import Trace
 
 __all__ = [
     "OLDER", "RECENT", "RECORD_FIGURES", "TRACE_FIGURES", "Figure", "agreement_map", "draw", "draw_trace", "has",

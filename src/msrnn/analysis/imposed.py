@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
-from ..adapters.hf import text_config
-from ..trace import ALIVE
+from ..core.trace import ALIVE
+from ..hf.cache import text_config
 
 PIECE = 256
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..trace import Trace
+from ..core.trace import Trace
 from .retention import layer_agreement, layers_holding, mean_recent_share, off_diagonal, older
 from .style import new_figure, plain, save_figure
 

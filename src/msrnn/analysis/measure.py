@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.trace import Trace
 from ..eval.experiment import entry
 from ..eval.metrics import interval, mean, perplexity
+from ..eval.perplexity import Progress, score
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
-from ..machine import command, commit, machine, now, versions
-from ..memory import Peak
-from ..perplexity import Progress, score
+from ..hf.cost import Peak
 from ..rnn import RNN, fingerprint
-from ..trace import Trace
+from ..system.provenance import command, commit, machine, now, versions
 from . import retention
 from .records import family
 from .tagger import load_tagger

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..eval.record import Cell, Record, write_records
-from ..machine import command, commit, machine, now, versions
-from ..models import load
-from ..text import read_blocks
+from ..hf.load import load
+from ..system.provenance import command, commit, machine, now, versions
+from ..system.text import read_blocks
 from .benchmarks import capacity_in
 
 

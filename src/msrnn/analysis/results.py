@@ -11,7 +11,7 @@ from ..eval.record import Record
 from .records import read_results
 
 if TYPE_CHECKING:
-    from ..trace import Trace
+    from ..core.trace import Trace
 
 TRACE = ".safetensors"
 
@@ -33,7 +33,7 @@ def open_results(paths: Iterable[str | Path]) -> Results:
 
 
 def load_trace(path: Path) -> Trace:
-    from ..trace import Trace
+    from ..core.trace import Trace
 
     return Trace.load(path)
 

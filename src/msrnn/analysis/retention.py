@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..trace import Trace
+from ..core.trace import Trace
 
 EARLY = range(1, 25)  # the paper's tokens 2 to 25
 STEPS = 16  # moments at which what is held is looked at

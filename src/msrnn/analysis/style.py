@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..eval.record import Record
-from ..files import replacing
+from ..system.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

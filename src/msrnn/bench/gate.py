@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from .. import recurrence, reference
-from ..adapters.hf import cache
-from ..attention import Attention, mix
-from ..engine import Engine
-from ..ops import eager_step
-from ..ops.step import step
+from ..core import recurrence, reference
+from ..core.attention import Attention, mix
+from ..core.slots import State
+from ..engine.engine import Engine
+from ..engine.pipeline import Wavefront
+from ..hf.cache import cache
+from ..kernels.step import step
+from ..kernels.torch import step as eager_step
 from ..policy import Policy, parse
 from ..rnn import RNN
-from ..state import State
-from ..wavefront import Wavefront
 from .shapes import make
 
 POLICIES = ("tova:16", "window+4:16", "h2o:16", "h2o-layer:16", "tova-head:16", "tova:16,momentum=0.5", "full")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..machine import command, commit, machine, now, versions
+from ..system.provenance import command, commit, machine, now, versions
 
 Record = dict[str, Any]
 

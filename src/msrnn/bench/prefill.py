@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from ..memory import Peak
+from ..engine.pipeline import CHUNK, LANES, LAPS, Wavefront
+from ..hf.cost import Peak
 from ..rnn import PIECE, RNN
-from ..wavefront import CHUNK, LANES, LAPS, Wavefront
 from .measure import Record, clear, seconds, timed
 
 

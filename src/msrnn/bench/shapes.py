@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from .. import models
+from ..hf import load as models
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {

@@ -8,17 +8,17 @@ import os
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from ..bound import Bound
+from ..budgets.tolerance import Bound
 from ..policy import kind_of, profile_path
+from ..system.progress import bar
 from . import options
-from .bars import bar
-from .opening import open_model
-from .texts import add_texts, batch_of, check_texts, read_chunks
+from .corpus import add_texts, batch_of, check_texts, read_chunks
+from .session import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..advise import Reader, Verdict, Worth
+    from ..budgets.advise import Reader, Verdict, Worth
 
 KINDS = ("tova", "fade", "h2o", "window+4")
 _ABOUT = """\
@@ -57,8 +57,8 @@ def run(arguments: Namespace) -> None:
     kinds = [kind_of(kind) for kind in arguments.policy or _kinds(arguments.model)]
     check_texts(arguments)
 
-    from ..advise import Reader, smallest
-    from ..memory import parse_bytes
+    from ..budgets.advise import Reader, smallest
+    from ..hf.cost import parse_bytes
 
     asked = parse_bytes(arguments.memory) if arguments.memory else None
     model, tokenizer = open_model(arguments)
@@ -106,7 +106,7 @@ def _facts(reader: Reader, bound: Bound, memory: int) -> dict[str, Any]:
 
 def _row(reader: Reader, kind: str, verdict: Verdict, memory: int) -> dict[str, Any]:
     """One policy's answer; points are of the full model's perplexity over the whole text."""
-    from ..advise import worth
+    from ..budgets.advise import worth
 
     value: Worth = worth(reader, kind, verdict.capacity, memory)
     points = [reader.perplexity * math.expm1(nats) for nats in (verdict.mean, verdict.low, verdict.high)]
@@ -129,7 +129,7 @@ def _row(reader: Reader, kind: str, verdict: Verdict, memory: int) -> dict[str, 
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from ..memory import human
+    from ..hf.cost import human
 
     print(f"{facts['model']} ({facts['dtype']}), {facts['chunks']} chunks of {facts['length']:,} tokens")
     print(f"full: perplexity {facts['full_perplexity']:.2f}; asked for: within {facts['within']}\n")
@@ -145,7 +145,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any], length: int) -> tuple[str, ...]:
-    from ..memory import human
+    from ..hf.cost import human
 
     low, high = row["interval"]
     over = f"{row['over_full']:+.2f}" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from . import options
-from .opening import device_of, hush, note
+from .session import device_of, hush, note
 
 if TYPE_CHECKING:
     from ..bench.run import Settings
@@ -173,7 +173,7 @@ def show(records: list[dict[str, Any]]) -> None:
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    from ..memory import human
+    from ..hf.cost import human
 
     where = [record["part"], record["policy"], str(record.get("batch", "-"))]
     where.append(f"{record.get('context', record.get('length', 0)):,}")

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policy import kind_of, split_profile
+from ..system.progress import bar
 from . import options
-from .bars import bar
-from .opening import note, open_model
-from .texts import add_texts, batch_of, check_texts, read_chunks
+from .corpus import add_texts, batch_of, check_texts, read_chunks
+from .session import note, open_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..calibrate import Settings
+    from ..budgets.calibrate import Settings
 
 _ABOUT = """\
 Measure on a text how the loss grows as each single layer shrinks (the others full), and spend an average number of
@@ -61,10 +61,10 @@ def run(arguments: Namespace) -> None:
     check_texts(arguments)
 
     from .. import __version__
-    from ..adapters.hf import geometry
-    from ..calibrate import Meter, calibrate, measurements
-    from ..files import write_text
-    from ..profile import dump
+    from ..budgets.calibrate import Meter, calibrate, measurements
+    from ..budgets.profile import dump
+    from ..hf.cache import geometry
+    from ..system.files import write_text
 
     model, tokenizer = open_model(arguments)
     quick = model.device.type != "cuda"
@@ -93,7 +93,7 @@ def run(arguments: Namespace) -> None:
 def _settings(
     arguments: Namespace, kind: str, grid: tuple[int, ...] | None, model: PreTrainedModel, chunks: Tensor
 ) -> Settings:
-    from ..calibrate import Settings, default_grid
+    from ..budgets.calibrate import Settings, default_grid
 
     quick = model.device.type != "cuda"
     chosen = grid or default_grid(chunks.shape[1], 4 if quick else 2)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from ..hf.chat_template import turns
 from . import options
 from .errors import MAYBE, expected, one_line
-from .opening import announce, cost_of, note, open_rnn
-from .source import feed
-from .template import turns
+from .prompt import feed
+from .session import announce, cost_of, note, open_rnn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ class Chat:
         return self.state.seen[0] if self.state.seen else 0
 
     def describe(self) -> str:
-        from ..memory import human
+        from ..hf.cost import human
 
         full = cost_of(self.rnn, max(self.seen, 1)).full if self.seen else 0
         held = f"{self.seen:,} tokens read, {self.state.held:,} held"

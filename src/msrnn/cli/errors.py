@@ -15,7 +15,7 @@ def expected(error: BaseException) -> bool:
         return True
     import torch
 
-    from ..adapters.hf import BoundIgnored
+    from ..hf.cache import BoundIgnored
 
     return isinstance(error, BoundIgnored | torch.OutOfMemoryError)
 

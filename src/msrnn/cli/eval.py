@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import options
-from .opening import device_of, hush, note
+from .session import device_of, hush, note
 
 if TYPE_CHECKING:
     from ..eval.experiment import Experiment
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> None:
     import torch
 
     from ..eval.run import run as go
-    from ..models import load
+    from ..hf.load import load
 
     hush()
     if arguments.threads:

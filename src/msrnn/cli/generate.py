@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..text import stream_tokens
+from ..hf.chat_template import split_template
+from ..system.text import stream_tokens
 from . import options
-from .opening import announce, cost_of, note, open_rnn
-from .source import Source, open_source
-from .template import split_template
-from .writing import Written, write
+from .decode import Written, write
+from .prompt import Source, open_source
+from .session import announce, cost_of, note, open_rnn
 
 if TYPE_CHECKING:
     from ..rnn import RNN
@@ -62,7 +62,7 @@ def run(arguments: Namespace) -> None:
     rnn, tokenizer = open_rnn(arguments)
     ids = _tokens(arguments, source, tokenizer)
 
-    from ..memory import Peak
+    from ..hf.cost import Peak
 
     total = source.estimate(tokenizer)
     if not arguments.quiet:

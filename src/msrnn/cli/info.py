@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from . import options
-from .opening import hush, policy_of
+from .session import hush, policy_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def add(commands: options.Commands[options.Parser]) -> None:
 def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     hush()
-    from .. import models
+    from ..hf import load as models
 
     origin = {"trust_remote_code": arguments.trust_remote_code, "revision": arguments.revision}
     facts = _facts(arguments, models.config(arguments.model, **origin))
@@ -57,10 +57,10 @@ def run(arguments: Namespace) -> None:
 
 
 def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
-    from ..adapters.hf import geometry, text_config
-    from ..memory import cost, parse_bytes
+    from ..core.slots import slots
+    from ..hf.cache import geometry, text_config
+    from ..hf.cost import cost, parse_bytes
     from ..policy import plan
-    from ..state import slots
 
     layers = geometry(config)
     dtype = _dtype(arguments.dtype, config)
@@ -114,7 +114,7 @@ def _weights(config: PreTrainedConfig, dtype: torch.dtype, trust: bool) -> int |
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from ..memory import human
+    from ..hf.cost import human
 
     weights = facts["weight_bytes"]
     rows = {

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from . import options
-from .opening import note
+from .session import note
 
 _ABOUT = """\
 Draw every figure that the results have something for: records (*.jsonl) of msrnn eval, retention and of our benchmarks,

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from . import options
-from .opening import note
+from .session import note
 
 _ABOUT = """\
 Write one HTML page with every table and figure that the results have something for, the paper's numbers beside ours,
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> None:
         print("\n".join(table.markdown() for table in tables(results.records)), end="")
         return
     from ..analysis.report import report
-    from ..files import write_text
+    from ..system.files import write_text
 
     page = Path(arguments.output or "report.html")
     write_text(page, report(results, title=arguments.title))

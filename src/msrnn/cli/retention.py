@@ -7,12 +7,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..text import read_blocks
+from ..system.text import read_blocks
 from . import options
-from .opening import device_of, hush, note
+from .session import device_of, hush, note
 
 if TYPE_CHECKING:
-    from ..perplexity import Progress
+    from ..eval.perplexity import Progress
 
 _ABOUT = """\
 Read texts under one or several policies and write records of what stayed: the share of recent tokens, the first token
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> None:
 
     from ..analysis.measure import measure
     from ..eval.record import write_records
-    from ..models import load
+    from ..hf.load import load
 
     hush()
     if arguments.threads:

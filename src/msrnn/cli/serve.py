@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from . import options
-from .opening import hush, note, policy_of
+from .session import hush, note, policy_of
 
 _ABOUT = """\
 Serve a model over HTTP with vLLM, every request in a state of fixed size: as many run at once as states fit into the
@@ -49,7 +49,7 @@ def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     if find_spec("vllm") is None:
         raise ValueError('vLLM is not installed here; pip install "msrnn[vllm]"')
-    from ..adapters.vllm import plugin, settings
+    from ..vllm import plugin, settings
 
     plugin.check_version(plugin.vllm_version())
     plugin.check_found()
@@ -74,8 +74,8 @@ def _prefixes(arguments: Namespace, asked: VllmOptions, plan: Any) -> list[str]:
     """The option that tells vLLM's workers of the prefixes, once it is sure that they fit."""
     if not arguments.prefix:
         return []
-    from ..adapters.vllm.prefix import CONNECTOR, FILES, Prefix
-    from ..models import config
+    from ..hf.load import config
+    from ..vllm.prefix import CONNECTOR, FILES, Prefix
 
     given = asked.given
     files: dict[str, str] = {}
@@ -160,7 +160,7 @@ def _dashed(option: str) -> str:
 
 def _bytes(text: str) -> int:
     """As vLLM reads sizes: 25.6k, 2G (powers of ten), 2Gi (powers of two) or a number."""
-    from ..memory import parse_bytes
+    from ..hf.cost import parse_bytes
 
     sized = text.strip()
     return parse_bytes(sized if sized[-1].isdigit() or sized[-1] in "bB" else f"{sized}B")
@@ -168,11 +168,11 @@ def _bytes(text: str) -> int:
 
 def _announce(arguments: Namespace, asked: VllmOptions) -> Any:
     """What a request takes, and how many fit; the plan, in numbers that need no model any more."""
-    from .. import models
-    from ..adapters.hf import text_config
-    from ..adapters.vllm.cost import layers_of, price
-    from ..memory import human
+    from ..hf import load as models
+    from ..hf.cache import text_config
+    from ..hf.cost import human
     from ..policy import plan
+    from ..vllm.cost import layers_of, price
 
     given = asked.given
     config = models.config(arguments.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
@@ -222,7 +222,7 @@ def _length(text: str | None) -> int | None:
 
 def _serve(command: list[str], policy: str) -> int:
     """Run vLLM's server until it ends or is told to; its exit code."""
-    from ..adapters.vllm import POLICY
+    from ..vllm import POLICY
 
     with tempfile.TemporaryDirectory(prefix="msrnn-metrics-") as folder:
         environment = os.environ | {POLICY: policy, "PROMETHEUS_MULTIPROC_DIR": folder}

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from . import options
-from .opening import announce, note, open_rnn
+from .session import announce, note, open_rnn
 
 _ABOUT = """\
 Read a text and keep the state after it in a file. `msrnn serve MODEL --prefix NAME=FILE` starts every request from that
@@ -35,8 +35,8 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    from ..models import mark
-    from .source import feed
+    from ..hf.load import mark
+    from .prompt import feed
 
     options.check_policy(arguments)
     text = _text(Path(arguments.text))
@@ -66,7 +66,7 @@ def _text(path: Path) -> str:
 
 def _tokens(tokenizer: object, text: str, system: bool) -> list[int]:
     """As vLLM will tokenize a prompt that begins with it."""
-    from .template import split_template
+    from ..hf.chat_template import split_template
 
     if not system:
         ids: list[int] = tokenizer(text)["input_ids"]  # type: ignore[operator]

@@ -11,14 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..text import stream_tokens
+from ..system.text import stream_tokens
 from . import options
-from .opening import announce, note, open_rnn, warn_beyond
-from .source import feed, open_source
+from .prompt import feed, open_source
+from .session import announce, note, open_rnn, warn_beyond
 
 if TYPE_CHECKING:
+    from ..core.trace import Trace
     from ..rnn import RNN
-    from ..trace import Trace
 
 _ABOUT = """\
 Read a text and write a trace: for every token the step after which it left, per layer. The file is a safetensors file

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
-from .. import reference
-from ..adapters.hf import BoundedCache, BoundedLayer, Unsupported, text_config
-from ..attention import Attention
+from ..core import reference
+from ..core.attention import Attention
+from ..core.slots import State
+from ..hf.cache import BoundedCache, BoundedLayer, Unsupported, text_config
 from ..policy import Policy
-from ..state import State
-from .read import Positions
+from .scoring import Positions
 
 Gap = Callable[[Tensor], Tensor]
 BASE = 1  # where every piece but the first begins; only differences matter, and 0 would read as a new text

@@ -20,17 +20,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from ..machine import command, commit, machine, now, versions
-from ..memory import Peak
+from ..hf.cost import Peak
 from ..rnn import fingerprint
+from ..system.provenance import command, commit, machine, now, versions
 from . import metrics, positions, tasks
 from .experiment import Entry, Experiment
-from .log import Done, Log, alone, digest, run_key
-from .read import short_nll, token_nll
+from .generation import write
+from .prompts import Tools
 from .record import Record, write_records
+from .sample_log import Done, Log, alone, digest, run_key
+from .scoring import short_nll, token_nll
 from .task import Output, Row, Sample, Task
-from .tools import Tools
-from .write import write
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..data import Question
+from ..prompts import Tools
 from ..task import Output, Row, Sample
-from ..tools import Tools
 
 
 @dataclass(frozen=True)

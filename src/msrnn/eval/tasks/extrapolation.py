@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...adapters.hf import geometry
+from ...hf.cache import geometry
 from .. import data, metrics
 from ..positions import GAPS
+from ..prompts import Tools
 from ..task import Metric, Output, Row, Sample, Sums, Task
-from ..tools import Tools
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any
 
 from .. import data, metrics
+from ..prompts import Tools
 from ..task import Output, Row, Sample, Task
-from ..tools import Tools
 
 KINDS = ("passkey", "needle")
 INTRO = "Somewhere in the text below a number is hidden. Find it and remember it; you will be asked for it.\n\n"

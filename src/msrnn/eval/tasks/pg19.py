@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import data, metrics
+from ..prompts import Tools
 from ..task import Output, Row, Sample, Task
-from ..tools import Tools
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import data, metrics
+from ..prompts import Tools
 from ..task import Task
-from ..tools import Tools
 from . import asked
 
 INSTRUCTION = "Answer the question about the story above in a paragraph."

@@ -15,9 +15,9 @@ import torch
 
 from .. import metrics
 from ..judge import VERDICTS, Judge
-from ..read import token_nll
+from ..prompts import Tools
+from ..scoring import token_nll
 from ..task import Metric, Output, Row, Sample, Task
-from ..tools import Tools
 
 PROMPT = (
     "Write a very long story (at least 4,000 words). The story should include at least 20 named characters, spans 3 "

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import data, metrics
+from ..prompts import Tools
 from ..task import Output, Row, Sample, Task
-from ..tools import Tools
 
 
 @dataclass(frozen=True)

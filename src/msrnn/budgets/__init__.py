@@ -1,0 +1,1 @@
+"""How many slots, and in which layers: profiles, calibration, advice."""

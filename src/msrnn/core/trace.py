@@ -1,0 +1,91 @@
+"""A trace: the step after which each token left, per layer and unit. Everything else is a function of it.
+
+Deaths are int32 [B, U, T] per layer, `ALIVE` for tokens still held. Saved as safetensors, never pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels import NEVER
+from ..system.files import save_tensors
+
+ALIVE = torch.iinfo(torch.int32).max
+_KIND = "msrnn trace 1"
+
+
+@dataclass
+class Recorder:
+    """Collects one layer's evictions as the recurrence reports them."""
+
+    deaths: Tensor | None = None  # [B, U, room], grows by doubling
+    length: int = 0
+
+    def __call__(self, births: Tensor, expiry: Tensor) -> None:
+        births, expiry = births.cpu(), expiry.cpu()
+        self.length = max(self.length, int(births.max()) + 1)
+        if self.deaths is None:
+            self.deaths = torch.full((*births.shape[:2], 0), ALIVE, dtype=torch.int32)
+        room = self.deaths.shape[2]
+        if self.length > room:
+            self.deaths = pad(self.deaths, (0, max(self.length - room, room)), value=ALIVE)
+        batch, unit, column = ((births >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
+        when = expiry[batch, unit, column].to(torch.int32)
+        self.deaths[batch, unit, births[batch, unit, column]] = when
+
+    def rows(self, index: Tensor) -> None:
+        """Beams were reordered: row i is what row index[i] was."""
+        self.deaths = None if self.deaths is None else self.deaths.index_select(0, index.cpu())
+
+
+@dataclass
+class Trace:
+    """`deaths[l]` is [B, U, T]; `tokens` the ids read, [B, T], where they are known."""
+
+    deaths: list[Tensor]
+    policy: str
+    model: str = ""
+    tokens: Tensor | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return max((layer.shape[2] for layer in self.deaths), default=0)
+
+    def held(self, layer: int, step: int) -> Tensor:
+        """[B, U, T]: which tokens are in the state after `step`."""
+        deaths = self.deaths[layer]
+        return (torch.arange(deaths.shape[2]) <= step) & (deaths > step)
+
+    def ages(self, layer: int) -> Tensor:
+        """[B, U, T]: how many steps each token stayed, counted to the end of the trace for those still held."""
+        deaths = self.deaths[layer].clamp(max=self.length - 1)
+        return deaths - torch.arange(deaths.shape[2])
+
+    def save(self, path: str | Path) -> None:
+        tensors = {f"layer.{i}": layer.contiguous() for i, layer in enumerate(self.deaths)}
+        if self.tokens is not None:
+            tensors["tokens"] = self.tokens.contiguous()
+        about = {"kind": _KIND, "policy": self.policy, "model": self.model, "notes": json.dumps(self.notes)}
+        save_tensors(path, tensors, about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a trace: {error}") from error
+        if about.get("kind") != _KIND:
+            raise ValueError(f"{path} is not a trace of this version of msrnn; make one with `msrnn trace`")
+        tokens = tensors.pop("tokens", None)
+        deaths = [tensors[f"layer.{i}"] for i in range(len(tensors))]
+        return cls(deaths, about["policy"], about["model"], tokens, json.loads(about["notes"]))

@@ -1,0 +1,1 @@
+"""Batch generation on static rows, one CUDA graph a step."""

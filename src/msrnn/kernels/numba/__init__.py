@@ -1,0 +1,1 @@
+"""The hot operations compiled for the CPU by Numba."""

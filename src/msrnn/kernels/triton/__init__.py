@@ -1,0 +1,1 @@
+"""The hot operations for a GPU in Triton."""

@@ -1,0 +1,1 @@
+"""Files, sizes, downloads, memory, the machine: nothing about models."""

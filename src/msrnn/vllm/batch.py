@@ -1,0 +1,94 @@
+"""What one layer does with a batch of requests, as vLLM puts it together; nothing here knows vLLM itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..core import recurrence
+from ..core.attention import Attention
+from ..policy import Policy
+from .block import Blocks
+from .step import step
+
+
+@dataclass
+class Batch:
+    """Requests with one new token come first, then those with more.
+
+    blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin). `begins`: a
+    request of one token may be among the first. The lists are empty where nobody on the host may know.
+    """
+
+    steps: int
+    begins: bool
+    blocks: Tensor
+    seen: Tensor
+    starts: list[int]
+    block_list: list[int]
+    seen_list: list[int]
+
+
+class Fixed:
+    """Where a batch's `blocks` and `seen` lie on the device; a CUDA graph reads them where they were at its making."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.memory = torch.zeros(2, rows, dtype=torch.int64, device=device)
+
+    def put(self, blocks: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """blocks, seen [R] of the next batch: the same, at the place of every other batch of R requests."""
+        lying = self.memory[:, : len(blocks)]
+        return lying[0].copy_(blocks), lying[1].copy_(seen)
+
+
+def batch_of(blocks: Tensor, seen: Tensor, starts: list[int]) -> Batch:
+    """blocks, seen [R], on the device; starts, on the host. A batch of steps needs no word from the device."""
+    lengths = [end - start for start, end in pairwise(starts)]
+    steps = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
+    on_host = steps < len(lengths) or blocks.device.type == "cpu"
+    block_list, seen_list = (blocks.tolist(), seen.tolist()) if on_host else ([], [])
+    begins = 0 in seen_list[:steps] if on_host else True
+    return Batch(steps, begins, blocks, seen, starts, block_list, seen_list)
+
+
+def attend(
+    blocks: Blocks,
+    batch: Batch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: Policy,
+    attention: Attention,
+    output: Tensor,
+) -> None:
+    """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
+    if batch.steps:
+        rows = slice(0, batch.steps)
+        index, seen = batch.blocks[rows], batch.seen[rows]
+        if batch.begins:
+            blocks.clear_new(index, seen)
+        step(blocks, index, seen, query[rows], key[rows], value[rows], policy, attention, output[rows])
+    for row in range(batch.steps, len(batch.starts) - 1):
+        part = slice(batch.starts[row], batch.starts[row + 1])
+        new = (query[part], key[part], value[part])
+        _read(blocks, batch.block_list[row], batch.seen_list[row], new, policy, attention, output[part])
+
+
+def _read(
+    blocks: Blocks,
+    block: int,
+    seen: int,
+    new: tuple[Tensor, Tensor, Tensor],
+    policy: Policy,
+    attention: Attention,
+    output: Tensor,
+) -> None:
+    """Several tokens of one request: a piece of its prompt."""
+    if seen == 0:
+        blocks.clear(block)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in new)
+    state = blocks.state(block, seen, query.shape[2])
+    output.copy_(recurrence.run(state, query, key, value, policy, attention)[0].transpose(0, 1))

@@ -1,0 +1,92 @@
+"""One layer's attention inside vLLM: find the requests' states in their blocks and run the recurrence on them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from ..core.attention import Attention
+from . import refusals, settings
+from .backend import BoundedBackend, Metadata
+from .batch import attend
+from .block import Blocks, Layout
+from .shard import attention_of
+
+
+class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **extra: Any,
+    ) -> None:
+        config = get_current_vllm_config()
+        refusals.check(config)
+        refusals.check_layer(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            **extra,
+        )
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.sinks, self.softcap = sinks, logits_soft_cap or None
+        self._layers = config.compilation_config.static_forward_context
+        self._blocks: tuple[Tensor, Blocks] | None = None
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Now the layer has a name, and so a policy. Its backend tells vLLM what its blocks take."""
+        name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", 0) is self)
+        self.policy = settings.policy_of(extract_layer_index(name))
+        layer.attn_backend = BoundedBackend.of(self.policy, self.num_heads)
+
+    @cached_property
+    def attention(self) -> Attention:
+        return attention_of(self.policy, self.num_heads, self.scale, self.softcap, self.sinks)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("msrnn's attention does not quantise its output")
+        if attn_metadata is None:  # vLLM warms up
+            return output.zero_()
+        attend(self.blocks(layer), attn_metadata, query, key, value, self.policy, self.attention, output)
+        return output
+
+    def layout(self, layer: Any) -> Layout:
+        sizes = (self.num_heads, self.num_kv_heads, self.head_size, layer.head_size_v)
+        return Layout(self.policy, *sizes, layer.kv_cache.dtype)
+
+    def blocks(self, layer: Any) -> Blocks:
+        """The layer's memory, as the parts of its states; vLLM may give it another."""
+        memory = layer.kv_cache
+        if self._blocks is None or self._blocks[0] is not memory:
+            self._blocks = memory, self.layout(layer).carve(memory)
+        return self._blocks[1]

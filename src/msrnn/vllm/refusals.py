@@ -1,0 +1,84 @@
+"""What a bounded state does not go with. Each is refused when the server starts, with its name and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.attention import Attention
+from . import settings
+from .plugin import Refused
+
+
+def check(config: Any) -> None:
+    """config: vLLM's whole configuration."""
+    for refused, reason in _reasons(config):
+        if refused:
+            raise Refused(f"msrnn cannot bound this: {reason}")
+
+
+def _reasons(config: Any) -> list[tuple[bool, str]]:
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    tied = any(policy.scope == "layer" and not policy.blind for policy in settings.asked())
+    return [
+        (
+            config.speculative_config is not None,
+            "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out",
+        ),
+        (_foreign(config.kv_transfer_config), "KV connectors move blocks of tokens; leave --kv-transfer-config out"),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism spreads one request's tokens; use tensor or pipeline parallelism",
+        ),
+        (bool(getattr(model, "use_mla", False)), "latent attention (MLA) caches no keys; there is nothing to choose"),
+        (
+            bool(getattr(model, "is_hybrid", False)),
+            "the model has recurrent layers beside attention, and vLLM lays out the memory of both together",
+        ),
+        (
+            bool(getattr(model, "is_mm_prefix_lm", False)),
+            "the model's attention looks ahead in images; a state reads one token after the other",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto",
+        ),
+        (
+            parallel.tensor_parallel_size > 1 and tied and not hasattr(Attention, "gather"),
+            f"the heads of a layer decide together, and {parallel.tensor_parallel_size} processes share them; use a "
+            "policy by head (tova-head, h2o) or window, or pipeline parallelism",
+        ),
+    ]
+
+
+def _foreign(transfer: Any) -> bool:
+    """Whether a KV connector was asked for that is not our own (`msrnn serve --prefix`)."""
+    return transfer is not None and transfer.kv_connector_module_path != "msrnn.vllm.connector"
+
+
+def check_layer(
+    *,
+    alibi_slopes: list[float] | None,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    attn_type: str,
+    kv_sharing_target_layer_name: str | None,
+    **extra: Any,
+) -> None:
+    """The arguments of one attention layer that would change what it sees."""
+    if sliding_window is not None:
+        raise Refused(
+            f"the model has layers with a sliding window of {sliding_window}; not supported inside vLLM yet, use "
+            "msrnn generate"
+        )
+    if alibi_slopes is not None:
+        raise Refused("the model's attention has ALiBi biases; msrnn cannot bound it")
+    if attn_type != "decoder":
+        raise Refused(f"the model has attention of type {attn_type}; msrnn bounds decoders only")
+    if kv_sharing_target_layer_name is not None:
+        raise Refused("the model shares keys and values between layers; msrnn cannot bound it yet")
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        raise Refused(f"a quantised KV cache ({kv_cache_dtype}); leave --kv-cache-dtype at auto")
+    strange = sorted(name for name, value in extra.items() if value not in (None, False))
+    if strange:
+        raise Refused(f"the model's attention has {', '.join(strange)}, which msrnn does not know")

@@ -1,0 +1,45 @@
+"""Heads spread over processes (tensor parallelism) that decide together.
+
+The logits of a chunk are gathered over all heads, every process scans them all, alike to the last bit, and keeps the
+weights of its own heads. So which tokens leave does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+
+from ..core.attention import Attention
+from ..policy import Policy
+from .plugin import Refused
+
+
+@dataclass(frozen=True)
+class Sharded(Attention):
+    """Attention of one process's share of a layer's heads."""
+
+    rank: int = 0
+    share: int = 0
+
+    def gather(self, rows: Tensor) -> Tensor:
+        gathered: Tensor = tensor_model_parallel_all_gather(rows.contiguous(), dim=1)
+        return gathered
+
+    def own(self, rows: Tensor) -> Tensor:
+        return rows[:, self.rank * self.share : (self.rank + 1) * self.share]
+
+
+def attention_of(policy: Policy, heads: int, scale: float, softcap: float | None, sinks: Tensor | None) -> Attention:
+    """The attention of a layer of which this process holds `heads` query heads."""
+    tied = policy.scope == "layer" and not policy.blind
+    if not tied or get_tensor_model_parallel_world_size() == 1:
+        return Attention(scale, softcap, None, sinks)
+    if sinks is not None:
+        raise Refused("the model has learned sinks, and its heads are spread over processes; use one, or tova-head")
+    return Sharded(scale, softcap, None, sinks, get_tensor_model_parallel_rank(), heads)

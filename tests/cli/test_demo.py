@@ -1,0 +1,241 @@
+"""The demo end to end on the bundled model, and the perplexity it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoTokenizer, DynamicCache, LlamaForCausalLM
+
+import msrnn
+from msrnn import policy
+from msrnn.cli import demo
+from msrnn.eval.perplexity import Score, empty, perplexity, score
+from msrnn.hf.cache import geometry
+from msrnn.hf.cost import cost, human
+from msrnn.hf.load import bundled
+
+LENGTH, CAPACITY = 320, 48
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """One short run; the numbers are those of --json."""
+    folder, said = tmp_path_factory.mktemp("demo"), io.StringIO()
+    policies = ["--policy", "full", "--policy", f"tova:{CAPACITY}", "--policy", f"tova:{LENGTH}"]
+    options = [*policies, "--length", str(LENGTH), "--out", str(folder / "kept.png"), "--json"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(demo, "ANSWER", 16)
+        assert demo.main(options) == 0
+    return json.loads(said.getvalue()), folder
+
+
+def test_the_table_is_true(shown: tuple[dict[str, Any], Path]) -> None:
+    numbers, _ = shown
+    full, bounded, roomy = numbers["rows"]
+    layers = geometry(AutoConfig.from_pretrained(bundled(progress=False)))
+    plan = msrnn.Plan((msrnn.tova(CAPACITY),) * len(layers))
+    predicted = cost(layers, plan, torch.float32, LENGTH)
+    assert numbers["model"] == "SmolLM2-135M-Instruct"
+    assert [row["policy"] for row in numbers["rows"]] == ["full", "tova:48", "tova:320"]
+    assert (full["read"], full["held"], full["bytes"]) == (LENGTH, LENGTH, predicted.full)
+    assert (bounded["read"], bounded["held"], bounded["bytes"]) == (LENGTH, CAPACITY, predicted.state)
+    assert 2 < full["perplexity"] < bounded["perplexity"] < 200
+    assert roomy["perplexity"] == pytest.approx(full["perplexity"], rel=1e-4)
+    assert all(row["seconds"] > 0 and row["peak"] >= 0 and len(row["answer"]) > 10 for row in numbers["rows"])
+    assert roomy["answer"] == full["answer"]
+
+
+def test_the_picture_shows_something(shown: tuple[dict[str, Any], Path]) -> None:
+    numbers, folder = shown
+    picture = folder / "kept.png"
+    assert numbers["picture"] == str(picture)
+    assert 10_000 < picture.stat().st_size < 500_000
+    pixels = np.asarray(Image.open(picture).convert("L"))
+    assert min(pixels.shape) > 600
+    assert pixels.std() > 20
+    assert [file.name for file in folder.iterdir()] == ["kept.png"]
+
+
+@pytest.fixture
+def small(llama: Any, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A tiny model with the bundled tokenizer in place of the bundled model."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled(progress=False))
+    model = llama(vocab_size=49152)
+    monkeypatch.setattr(demo, "load", lambda name, device: (model, tokenizer))
+    return model
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kept.png"
+    assert demo.main(["--length", "600", "--policy", "full", "--policy", "tova:64", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "llama reads 600 tokens of Python's own documentation",
+        "full     keeps every token: 225.0 KiB at the end, and growing",
+        "tova:64  keeps 64 tokens in every layer: 25.9 KiB, whatever the length",
+        "policy   tokens read  tokens held   KV bytes  peak memory  tokens/s  perplexity",
+        "full             600          600  225.0 KiB",
+        "tova:64          600           64   25.9 KiB",
+        "Then asked: According to the text",
+        "of the first 300 tokens",
+        f"The picture: {out}",
+        "Next: msrnn chat, msrnn generate",
+        '--question "According to the text, what is an exception?"',
+    ):
+        assert words in said
+    assert out.exists()
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_a_text_and_a_question_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("One two three. " * 50)
+    options = ["--text", str(own), "--policy", "tova:1/4", "--question", "How many?", "--out", str(tmp_path / "a.png")]
+    assert demo.main([*options, "--length", "80"]) == 0
+    said = capsys.readouterr().out
+    assert f"80 tokens of {own}" in said
+    assert "keeps 20 tokens in every layer" in said
+    assert "Then asked: How many?" in said
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_profile_stands_beside_the_plain_policy(
+    small: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"capacities": [4, 40, 16], "average": 20}))
+    policies = ["--policy", "tova:20", "--policy", f"tova:20,profile={file}"]
+    assert demo.main(["--length", "64", *policies, "--out", str(tmp_path / "a.png")]) == 0
+    said = capsys.readouterr().out
+    assert "tova:20            keeps 20 tokens in every layer: " in said
+    assert "tova:20 + profile  keeps 4 to 40 tokens in a layer, 20 on average: " in said
+    rows = [line.split() for line in said.splitlines() if line.startswith("tova:20") and "keeps" not in line]
+    assert [row[-9:-6] for row in rows] == [["tova:20", "64", "20"], ["profile", "64", "20"]]
+    assert rows[0][3:5] == rows[1][5:7]  # the same bytes
+    assert rows[0][-1] != rows[1][-1]  # but another perplexity
+    file.write_text(json.dumps({"capacities": [4, 40, 16], "model": {"name": "other", "layers": 9}}))
+    assert demo.main(["--length", "64", *policies, "--out", str(tmp_path / "a.png")]) == 2
+    assert "was made for another model, other" in capsys.readouterr().err
+
+
+def test_the_bundled_model_is_shown_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
+    assert demo._policies(None) == demo.POLICIES
+    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
+    assert demo._policies(None) == (*demo.POLICIES, demo.PROFILED)
+    assert demo._policies("another") == demo.POLICIES
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_without_matplotlib_there_is_all_but_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert demo.main(["--length", "64", "--policy", "tova:16", "--out", str(tmp_path / "a.png")]) == 0
+    assert "pip install 'msrnn[plot]'" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--out", "missing/a.png"], "missing is not a folder"),
+        (["--policy", "tovo:8"], "did you mean 'tova:8'"),
+        (["--length", "20"], "0 tokens of text"),
+        (["--text", "nothing.txt"], "nothing.txt"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(options) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("msrnn demo: ")
+    assert reason in said
+
+
+def test_it_runs_as_a_module() -> None:
+    run = subprocess.run([sys.executable, "-m", "msrnn.cli.demo", "--help"], capture_output=True, text=True, check=True)
+    assert "--policy" in run.stdout
+
+
+def test_the_text_is_long_and_plain() -> None:
+    (text,) = demo.blocks()
+    assert len(text) > 12_000
+    assert "***" not in text
+
+
+def test_the_table_is_aligned() -> None:
+    rows = [demo.Row("full", 4096, 4096, 10, 20, 2.0, 10.0, ""), demo.Row("tova:256", 4096, 256, 1, 2, 0.5, 11.25, "")]
+    lines = demo.table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["tova:256", "4,096", "256", "1", "B", "2", "B", "8,192", "11.25"]
+    assert human(10) in lines[1]
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(3))
+
+
+def test_perplexity_is_that_of_one_forward(llama: Any) -> None:
+    model, text = llama(), ids(150)
+    with torch.no_grad():
+        want = cross_entropy(model(text[None]).logits[0, :-1].double(), text[1:], reduction="sum")
+    for piece in (1, 7, 75, 149, 150, 151, 1000):  # 149 leaves a piece whose only token predicts nothing
+        found = perplexity(model, text, piece=piece)
+        assert found.tokens == 149
+        assert found.nll == pytest.approx(float(want), rel=1e-5)
+        assert found.perplexity == pytest.approx(math.exp(float(want) / 149), rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["tova:150", "window:150", "h2o:150", "full"])
+def test_a_state_with_room_for_all_scores_as_the_plain_model(llama: Any, policy: str) -> None:
+    plain, bounded = (perplexity(llama(), ids(150).tolist(), given, piece=40) for given in (None, policy))
+    assert bounded.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["tova:16", "window+4:16", "h2o:16"])
+def test_the_piece_does_not_matter_to_a_bounded_state(llama: Any, policy: str) -> None:
+    model = llama()
+    scores = [perplexity(model, ids(150), policy, piece=piece).nll for piece in (1, 40, 150)]
+    assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-5)
+    assert scores[0] != pytest.approx(perplexity(model, ids(150)).nll, rel=1e-5)
+
+
+def test_the_cache_has_read_the_text_and_progress_was_told(llama: Any) -> None:
+    model, told = llama(), []
+    for made in (empty(model), msrnn.cache(model, "tova:16")):
+        score(model, ids(100)[None], made, piece=30, progress=told.append)
+        assert made.get_seq_length() == 100
+    assert told == [30, 30, 30, 10] * 2
+    assert isinstance(empty(model), DynamicCache)
+
+
+def test_scoring_in_half_precision_sums_in_double(llama: Any) -> None:
+    text = ids(150)
+    half, whole = (perplexity(llama().to(dtype), text, "tova:40") for dtype in (torch.bfloat16, torch.float32))
+    assert half.mean == pytest.approx(whole.mean, rel=0.05)
+    assert Score(nll=10.0, tokens=4, seconds=1.0).perplexity == pytest.approx(math.exp(2.5))
+
+
+def test_what_cannot_be_scored_is_refused(llama: Any) -> None:
+    model = llama()
+    for text, piece, reason in (
+        ([1], 10, "1 tokens; perplexity needs at least 2"),
+        (torch.zeros(2, 5, dtype=torch.long), 10, r"one text, .* not \(2, 5\)"),
+        ([1, 2], 0, "piece is 0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            perplexity(model, text, piece=piece)

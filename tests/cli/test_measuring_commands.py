@@ -1,0 +1,130 @@
+"""`msrnn advise` and `msrnn calibrate` end to end, on a tiny model in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from msrnn import policy
+from msrnn.cli import advise, main
+from msrnn.hf.load import bundled
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("models") / "tiny", layers=3)
+
+
+def saved(folder: Path, layers: int) -> str:
+    """A tiny random model with the bundled tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 49152, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.05)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> str:
+    file = tmp_path / "book.txt"
+    file.write_text(
+        "".join(f"On day {i} the keeper counted {i * 7 % 13} ships and wrote it down.\n" for i in range(60))
+    )
+    return str(file)
+
+
+def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "profile.json")
+    sizes = ["--length", "64", "--chunks", "2", "--grid", "4,12,32", "--rounds", "1"]
+    command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "tova for tiny, measured on 2 x 64 tokens" in said
+    assert "capacities by layer, average 16" in said
+    made = json.loads(Path(out).read_text())
+    assert sum(made["capacities"]) == 36
+    assert made["text"]["names"] == ["book.txt"]
+    assert len(made["text"]["sha256"][0]) == 64
+    measured = Path(f"{out}.measured.jsonl").read_text()
+    assert main([*command, "--json"]) == 0  # everything is known: nothing is measured again
+    assert json.loads(capsys.readouterr().out) == made
+    assert Path(f"{out}.measured.jsonl").read_text() == measured
+
+    use = ["generate", "Once upon", "--model", model, "--policy", "tova:12", "--profile", out, "--max-new-tokens", "3"]
+    assert main([*use, "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out)["capacities"] == made["capacities"]
+    assert main(["info", model, f"tova:16,profile={out}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["slots"] == [c + 1 for c in made["allocations"]["16"]]
+
+    use[use.index(model)] = saved(tmp_path / "other", layers=2)
+    assert main([*use, "-q"]) == 2
+    assert "was made for another model, tiny (3 layers, not 2" in capsys.readouterr().err
+
+
+def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["advise", model, "--text", book, "--within", "5%", "--length", "128", "--memory", "1GiB", "-q"]
+    assert main([*command, "--policy", "tova", "--policy", "window+4", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["within"], facts["length"], facts["memory_bytes"]) == ("5 %", 128, 1 << 30)
+    tova, window = facts["policies"]
+    assert (tova["policy"], window["policy"]) == ("tova", "window+4")
+    assert 16 <= tova["capacity"] <= 128
+    assert tova["over_full"] <= 0.05 * facts["full_perplexity"] + 1e-3
+    assert tova["batch"] >= tova["full_batch"] > 0
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "asked for: within 5 %" in said
+    assert [line.split(" ")[0] for line in said.splitlines()][4:8] == ["tova", "fade", "h2o", "window+4"]
+    assert "not timed here" in said
+
+
+@pytest.mark.parametrize(
+    "command, reason",
+    [
+        (["advise", "--within", "0.4"], "--text"),
+        (["advise", "--text", "BOOK", "--within", "some"], "'some' is no bound; write perplexity points (0.4)"),
+        (["advise", "--text", "no.txt", "--within", "1"], "there is no file no.txt"),
+        (["advise", "--text", ".", "--within", "1"], "is a folder; give text files"),
+        (["advise", "--text", "BOOK", "--within", "1", "--policy", "tova:64"], "names a size; give the kind alone"),
+        (["advise", "--text", "BOOK", "--within", "1", "--policy", "tovo"], "did you mean 'tova'"),
+        (["advise", "--text", "BOOK", "--within", "1", "--memory", "much"], "'much' is not a size"),
+        (["advise", "--text", "BOOK", "--within", "1", "--policy", "tova,profile=no.json"], "no.json cannot be read"),
+        (["calibrate", "-o", "p.json"], "--average"),
+        (["calibrate", "--average", "8", "-o", "."], ". is a folder; give the name of a file"),
+        (["calibrate", "--average", "8", "-o", "none/p.json"], "there is no folder none"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--policy", "full"], "'full' keeps everything"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--policy", "tova:8"], "names a size"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--grid", "8,x"], "'8,x' is not a list of whole numbers"),
+        (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"], "outside the grid"),
+        (
+            ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--length", "512"],
+            "than the 256 tokens",
+        ),
+        (["calibrate", "MODEL", "--text", "SHORT", "--average", "8", "-o", "P"], "SHORT has 4 tokens"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    command: list[str], reason: str, model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "SHORT"
+    short.write_text("One two three.")
+    places = {"BOOK": book, "MODEL": model, "SHORT": str(short), "P": str(tmp_path / "p.json")}
+    assert main([places.get(word, word) for word in command]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert reason in said[-1]
+    assert said[-1].startswith("msrnn: error: ")
+
+
+def test_the_bundled_model_is_advised_on_its_profile_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
+    assert advise._kinds(None) == advise.KINDS
+    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
+    assert advise._kinds(None) == (*advise.KINDS, "tova,profile=SmolLM2-135M-Instruct")
+    assert advise._kinds("other") == advise.KINDS

@@ -1,0 +1,153 @@
+"""`msrnn serve` up to the moment vLLM would start: what it says, what it refuses. No vLLM needed."""
+
+import json
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from msrnn.cli import main, serve
+from msrnn.cli.options import Parser
+from msrnn.vllm.plugin import Refused, check_version
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model's configuration, which is all that is looked at."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1000,
+        "vocab_size": 32,
+        "dtype": "bfloat16",
+    }
+
+    def write(**changes) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The command that vLLM would be started with, and its policy."""
+    calls = []
+    monkeypatch.setattr(serve, "_serve", lambda command, policy: calls.append((command, policy)) or 0)
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.32.0")
+    own = EntryPoints([EntryPoint("msrnn", "msrnn.vllm:register", "vllm.general_plugins")])
+    monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: own.select(group=group))
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def run(*arguments: str) -> None:
+    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
+    serve.add(commands)
+    parsed = commands.choices["serve"].parse_args(list(arguments))
+    with pytest.raises(SystemExit) as stop:
+        parsed.run(parsed)
+    assert stop.value.code == 0
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_own_options_may_stand_among_vllms(model, started, order):
+    own, name = ["--policy", "tova:64"], model()
+    run(*(own if order == "before" else []), name, "--port", "8001", *(own if order == "after" else []), "--seed=3")
+    assert started == [([name, "--port", "8001", "--seed=3"], "tova:64")]
+
+
+def test_it_says_what_a_request_takes(model, started, capsys):
+    """65 slots x 2 layers x 2 KV heads x 2 x 16 numbers x 2 bytes, and positions of 8 bytes each, by hand."""
+    run(model(), "--policy", "tova:64", "--kv-cache-memory-bytes", "1Gi")
+    rows, positions, slot, seen = 65 * 2 * 2 * 16 * 2, -(-65 * 8 // 64) * 64, 64, 64
+    state, full = 2 * (rows + positions + slot + seen), 1000 * 2 * 2 * 2 * 16 * 2
+    said = capsys.readouterr().err
+    assert f"a request takes {state / 1024:.1f} KiB" in said
+    assert f"{2**30 // state:,} requests at once; a full cache {2**30 // full:,} of that length" in said
+
+
+def test_fractions_are_of_the_served_length(model, started):
+    run(model(), "--policy", "tova:1/8", "--max_model_len", "800")
+    assert started[0][1] == "tova:100"
+
+
+def test_a_profile_gives_every_layer_its_own(model, started, tmp_path):
+    (tmp_path / "profile.json").write_text('{"capacities": [10, 30]}')
+    run(model(), "--policy", "tova", "--profile", str(tmp_path / "profile.json"))
+    assert started[0][1] == "tova:10;tova:30"
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
+        (["--speculative_config={}"], "speculative decoding takes tokens back"),
+        (["--kv-transfer-config", "{}"], "KV connectors"),
+        (["--kv-cache-dtype", "fp8"], "quantised states"),
+        (["--decode-context-parallel-size", "2"], "spreads a request's tokens"),
+        (["--attention-backend", "FLASH_ATTN"], "the backend is msrnn's"),
+        (["--policy", "full"], "'full' is not bounded"),
+        (["--policy", "tovva:64"], "did you mean 'tova:64'"),
+        (["--max-model-len", "many"], "not a number"),
+    ],
+)
+def test_options_that_do_not_go_with_a_state_are_refused(model, started, given, reason):
+    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
+    serve.add(commands)
+    parsed = commands.choices["serve"].parse_args([model(), *given])
+    with pytest.raises(ValueError, match=reason):
+        parsed.run(parsed)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding window of 128"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}, "latent attention"),
+    ],
+)
+def test_models_that_cannot_be_bounded_are_refused(model, started, changes, reason):
+    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
+    serve.add(commands)
+    parsed = commands.choices["serve"].parse_args([model(**changes), "--policy", "tova:64"])
+    with pytest.raises(ValueError, match=reason):
+        parsed.run(parsed)
+    assert not started
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0"])
+def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
+    monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
+    with pytest.raises(Refused, match=f"vLLM {version} was never tried"):
+        check_version(version)
+    check_version("0.32.0")
+    monkeypatch.setenv("MSRNN_ANY_VLLM", "1")
+    check_version(version)
+
+
+def test_a_vllm_that_would_not_load_the_plugin_is_refused(model, started, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,plugins")
+    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
+    serve.add(commands)
+    parsed = commands.choices["serve"].parse_args([model(), "--policy", "tova:64"])
+    with pytest.raises(Refused, match="VLLM_PLUGINS='other,plugins' keeps msrnn out"):
+        parsed.run(parsed)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,msrnn")
+    monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: EntryPoints())
+    with pytest.raises(Refused, match="just on the path"):
+        parsed.run(parsed)
+    assert not started
+
+
+def test_without_vllm_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    monkeypatch.setattr("msrnn.cli.COMMANDS", (serve,))
+    assert main(["serve", "any/model", "--policy", "tova:64"]) == 2
+    assert capsys.readouterr().err == 'msrnn: error: vLLM is not installed here; pip install "msrnn[vllm]"\n'

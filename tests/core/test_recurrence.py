@@ -1,0 +1,228 @@
+"""The chunked recurrence equals the definition, whatever the policy, chunk, split, padding, grouping or scan."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msrnn import kernels as ops
+from msrnn.core import recurrence, reference
+from msrnn.core.attention import Attention
+from msrnn.core.slots import State
+from msrnn.kernels.numba import chunk as quick
+from msrnn.kernels.numba import scan as cpu
+from msrnn.kernels.torch import scan as eager
+from msrnn.policy import Policy, parse
+
+SCANS = {"eager": eager.scan, "compiled": cpu.scan}
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    capacity = draw(st.integers(1, 9))
+    first = draw(st.integers(0, capacity))
+    last = draw(st.integers(0, capacity - first))
+    momentum = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    scope = draw(st.sampled_from(["layer", "kv_head", "query_head"]))
+    return draw(st.sampled_from([Policy(capacity, first, last, momentum, scope), Policy(None, scope=scope)]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict:
+    length = draw(st.integers(1, 40))
+    return {
+        "policy": draw(policies()),
+        "length": length,
+        "groups": draw(st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)])),
+        "chunk": draw(st.integers(1, 17)),
+        "splits": sorted(draw(st.sets(st.integers(1, length), max_size=3)) | {length}),
+        "window": draw(st.sampled_from([None, None, 1, 2, 5, 12])),
+        "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "sinks": draw(st.booleans()),
+        "scale": draw(st.sampled_from([0.5, 0.5, 8.0])),  # 8: exponentials overflow without a row maximum
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+def tensors(length: int, heads: int, kv_heads: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = [(batch, n, length, 4) for n in (heads, kv_heads, kv_heads)]
+    query, key, value = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in shape)
+    return 3 * query, key, value  # sharp enough for softmaxes that differ
+
+
+def chunked(policy, attention, query, key, value, splits, chunk, real=None, prompt="recurrent"):
+    """The recurrence fed in pieces; outputs, state and the deaths of each row and unit."""
+    state = State.empty(policy, key, value, query.shape[1], attention.window)
+    deaths: dict[tuple[int, int, int], int] = {}
+
+    def on_evict(births: Tensor, expiry: Tensor) -> None:
+        for b, u, n in ((births >= 0) & (expiry != ops.NEVER)).nonzero().tolist():
+            born = births[b, u, n].item()
+            assert (b, u, born) not in deaths, "a token dies once"
+            deaths[b, u, born] = expiry[b, u, n].item()
+
+    outputs, start = [], 0
+    for end in splits:
+        part = slice(start, end)
+        inside = None if real is None else real[:, part]
+        arguments = (query[:, :, part], key[:, :, part], value[:, :, part], policy, attention, inside)
+        outputs.append(recurrence.run(state, *arguments, prompt=prompt, chunk=chunk, on_evict=on_evict))
+        if policy.capacity is not None:
+            assert state.held.max() <= policy.capacity
+        start = end
+    return torch.cat(outputs, 2), state, deaths
+
+
+def check_row(row: int, out: Tensor, state: State, deaths: dict, ref: reference.Reference, want: Tensor) -> None:
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
+    for unit, rows in enumerate(ref.rows):
+        kept = sorted(p for p in state.positions[row, unit].tolist() if p >= 0)
+        assert kept == sorted(r.position for r in rows)
+        assert {p: d for (b, u, p), d in deaths.items() if (b, u) == (row, unit)} == ref.deaths[unit]
+        if state.scores is not None and state.limit and rows:
+            scores = dict(zip(state.positions[row, unit].tolist(), state.scores[row, unit].tolist(), strict=True))
+            assert all(abs(scores[r.position] - r.score) < 1e-9 for r in rows)
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("prompt", ["recurrent", "oneshot"])
+@settings(max_examples=120, deadline=None)
+@given(case=cases())
+def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
+    heads, kv_heads = case["groups"]
+    query, key, value = tensors(case["length"], heads, kv_heads, case["seed"])
+    sinks = torch.linspace(-1, 1, heads, dtype=torch.float64) if case["sinks"] else None
+    attention = Attention(case["scale"], case["softcap"], case["window"], sinks)
+    ref = reference.start(case["policy"], heads, kv_heads)
+    want, start = [], 0
+    for end in case["splits"]:
+        part = slice(start, end)
+        arguments = (query[0, :, part], key[0, :, part], value[0, :, part], case["policy"], attention)
+        want.append(reference.run(ref, *arguments, prompt=prompt))
+        start = end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSRNN_OPS", scan)
+        out, state, deaths = chunked(
+            case["policy"], attention, query, key, value, case["splits"], case["chunk"], prompt=prompt
+        )
+    check_row(0, out[0], state, deaths, ref, torch.cat(want, 1))
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("prompt", ["recurrent", "oneshot"])
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), data=st.data())
+def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.DataObject) -> None:
+    """Rows with padding anywhere (left, right, between) equal their own single runs without it."""
+    heads, kv_heads = case["groups"]
+    query, key, value = tensors(case["length"], heads, kv_heads, case["seed"], batch=3)
+    pattern = data.draw(st.lists(st.booleans(), min_size=3 * case["length"], max_size=3 * case["length"]))
+    real = torch.tensor(pattern).view(3, -1)
+    attention = Attention(case["scale"], case["softcap"], case["window"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSRNN_OPS", scan)
+        splits = case["splits"] if prompt == "recurrent" else [case["length"]]
+        out, state, deaths = chunked(case["policy"], attention, query, key, value, splits, case["chunk"], real, prompt)
+    assert out.isfinite().all()
+    for row in range(3):
+        mine = real[row]
+        if not mine.any():
+            assert state.held[row].max() == 0
+            continue
+        ref = reference.start(case["policy"], heads, kv_heads)
+        arguments = (query[row][:, mine], key[row][:, mine], value[row][:, mine], case["policy"], attention)
+        check_row(row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, prompt=prompt))
+
+
+@pytest.mark.parametrize("name", ["tova:6", "h2o:6", "window+2:6", "fade:6"])
+def test_quick_reading_hands_over_where_exponentials_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and columns are then as they were before the chunk that could not be read quickly."""
+    monkeypatch.setenv("MSRNN_OPS", "compiled")
+    policy, attention = parse(name), Attention(0.5)
+    query, key, value = tensors(40, 4, 2, seed=3)
+    key[:, :, 23] *= 300
+    ends = []
+    read = quick.Reader.read
+    monkeypatch.setattr(quick.Reader, "read", lambda *given: ends.append(read(*given)) or ends[-1])
+    out, state, deaths = chunked(policy, attention, query, key, value, [40], 5)
+    assert len(ends) == 1
+    assert 10 <= ends[0] < 25
+    assert state.careful
+    ref = reference.start(policy, 4, 2)
+    check_row(0, out[0], state, deaths, ref, reference.run(ref, query[0], key[0], value[0], policy, attention))
+
+
+def softmax(weights: Tensor, mass: Tensor | None) -> Tensor:
+    return weights if mass is None else weights / mass
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_ties_the_older_leaves(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSRNN_OPS", scan)
+    flat = torch.zeros(1, 1, 10, 4, dtype=torch.float64)  # every weight of a row is the same
+    _, state, deaths = chunked(parse("tova:4"), Attention(1.0), flat, flat, flat, [10], 7)
+    assert sorted(state.positions[0, 0].tolist()) == [-1, 6, 7, 8, 9]
+    assert deaths == {(0, 0, p): p + 4 for p in range(6)}
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_a_dead_maximum_does_not_starve_the_row(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that left may hold a chunk's largest logit; taking it as the row's maximum would give 0 / 0."""
+    monkeypatch.setenv("MSRNN_OPS", scan)
+    logits = torch.zeros(1, 1, 3, 4)
+    logits[..., 0] = torch.tensor([-1.0, 500.0, 500.0])  # the victim of row 0, and huge afterwards
+    births = torch.tensor([[[0, 1, 2, 3]]])
+    weights, mass, expiry, _ = SCANS[scan](logits, births, torch.tensor([[1, 2, 3]]), None, parse("tova:1"))
+    assert expiry.tolist() == [[[1, 2, 3, ops.NEVER]]]
+    torch.testing.assert_close(softmax(weights, mass)[0, 0, 1:], torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]]))
+
+
+def test_compiled_scan_in_float32_is_refereed() -> None:
+    """Replay the float32 kernel's evictions in float64: none is worse than the best choice by more than rounding."""
+    torch.manual_seed(0)
+    heads, columns, rows, capacity = 9, 96, 32, 64
+    logits = 4 * torch.randn(1, heads, rows, columns, dtype=torch.float64)
+    births = torch.arange(columns).view(1, 1, -1)
+    steps = torch.arange(columns - rows, columns).view(1, -1)
+    got = cpu.scan(logits.float(), births, steps, None, parse(f"tova:{capacity}"))
+    for row, now in enumerate(steps[0].tolist()):
+        visible = (births[0, 0] <= now) & (got.expiry[0, 0] >= now)
+        exact = logits[0, :, row].masked_fill(~visible, -torch.inf).softmax(-1)
+        assert (softmax(got.weights, got.mass)[0, :, row] - exact).abs().max() < 1e-6
+        victim = (got.expiry[0, 0] == now).nonzero().flatten()
+        assert len(victim) == 1
+        regret = exact.mean(0)[victim] - exact.mean(0)[visible].min()
+        assert regret < 1e-8
+
+
+def test_scan_by_hand() -> None:
+    """TOVA with room for two: the weights of step 2 are 1/4, 1/2, 1/4, and the older of the two lowest leaves."""
+    logits = torch.tensor([[0, 1, 0, 9], [7, 0, 1, 2]], dtype=torch.float64) * math.log(2)
+    for scan in SCANS.values():
+        births, steps = torch.tensor([[[0, 1, 2, 3]]]), torch.tensor([[2, 3]])
+        got = scan(logits.view(1, 1, 2, 4).clone(), births, steps, None, parse("tova:2"))
+        want = torch.tensor([[0.25, 0.5, 0.25, 0], [0, 1 / 7, 2 / 7, 4 / 7]], dtype=torch.float64)
+        torch.testing.assert_close(softmax(got.weights, got.mass)[0, 0], want)
+        assert got.expiry.tolist() == [[[2, 3, ops.NEVER, ops.NEVER]]]
+
+
+def test_window_by_hand() -> None:
+    """Window+1 with three slots holds the first token and the two newest."""
+    query, key, value = tensors(9, 1, 1, 0)
+    _, state, deaths = chunked(parse("window+1:3"), Attention(1.0), query, key, value, [9], 4)
+    assert sorted(state.positions[0, 0].tolist()) == [-1, 0, 7, 8]
+    assert deaths == {(0, 0, p): p + 2 for p in range(1, 7)}
+
+
+def test_h2o_newcomer_is_protected() -> None:
+    """A newcomer's score starts low; without the recent half it would always be the one to leave."""
+    query, key, value = tensors(50, 2, 2, 1)
+    _, state, _ = chunked(parse("h2o:8"), Attention(1.0), query, key, value, [50], 16)
+    for unit in state.positions[0].tolist():
+        assert {46, 47, 48, 49} <= set(unit)

@@ -1,0 +1,87 @@
+"""docs/serving.md says what is true: what a request takes is what `msrnn info` and `msrnn serve` say."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from msrnn.cli import main, parser
+from tests.cli.test_serve import run, started  # noqa: F401 - a fixture
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "serving.md").read_text()
+ROWS = re.findall(r"^\| (`tova:\d+`|full cache, [\d,]+ tokens) \| ([^|]+) \| ([\d,]+) \|$", GUIDE, re.MULTILINE)
+COMMANDS = re.findall(r"^ *(msrnn .*)$", GUIDE, re.MULTILINE)
+LLAMA = {  # of Llama-3.1-8B, all that counts
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def human(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def test_the_table_is_what_info_says(llama, capsys):
+    assert len(ROWS) == 7
+    for name, size, fit in ROWS:
+        bounded = name.startswith("`")
+        policy, length = (name.strip("`"), "8192") if bounded else ("tova:512", re.sub(r"\D", "", name))
+        assert main(["info", llama, policy, "--memory", "80GiB", "--length", length, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert human(said["state_bytes" if bounded else "full_bytes"]) == size, name
+        assert f"{said['batch' if bounded else 'full_batch']:,}" == fit, name
+        assert human(said["weight_bytes"]) == "15.0 GiB"
+
+
+def test_the_first_example_says_what_serve_says(llama, started, capsys):  # noqa: F811
+    run(llama, "--policy", "tova:1024", "--max-model-len", "131072")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("msrnn: ")]
+    assert len(said) == 2
+    for line in said:
+        assert line in GUIDE
+
+
+@pytest.mark.parametrize("policy", ["tova:512", "h2o:512", "window+4:512"])
+def test_info_and_serve_agree(llama, started, capsys, policy):  # noqa: F811
+    """Blocks are padded a little: not by a thousandth."""
+    from msrnn.hf.load import config
+    from msrnn.policy import plan
+    from msrnn.vllm.cost import layers_of, price
+
+    assert main(["info", llama, policy, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)["state_bytes"]
+    read = config(llama)
+    layers = layers_of(read)
+    state, _ = price(layers, plan(policy, len(layers)), read.dtype, 1)
+    assert info < state < info * 1.001
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_are_understood(line):
+    parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", GUIDE))))
+def test_links_lead_somewhere(target):
+    assert (ROOT / "docs" / target).exists()
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:tests|benchmarks|results)/[\w/.]+)`", GUIDE))))
+def test_named_files_are_there(path):
+    assert (ROOT / path).exists()

@@ -1,0 +1,163 @@
+"""The experiments beyond the paper, on a tiny model: a fair split, a search that finds what is there, tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from msrnn.eval.record import read_records, write_records
+from msrnn.hf.load import bundled
+from tests.support.records import record
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Four small books and one article."""
+    (tmp_path / "pg19").mkdir()
+    for number in range(4):
+        lines = (f"In year {i} of book {number} there were {i * i % (number + 5)} kings.\n" for i in range(40))
+        (tmp_path / "pg19" / f"{number}.txt").write_text("".join(lines))
+    (tmp_path / "qasper").mkdir()
+    article = {"input": "We measure what a state keeps. " * 40}
+    (tmp_path / "qasper" / "leval_scientific_qa.jsonl").write_text(json.dumps(article) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def model(llama: Any, tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    llama(vocab_size=49152, initializer_range=0.1, num_hidden_layers=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_halves_are_apart_and_always_the_same(data: Path) -> None:
+    import books
+
+    chosen, reported = books.split(data)
+    assert {book.stem for book in chosen + reported} == {"0", "1", "2", "3"}
+    assert len(chosen) == len(reported) == 2
+    assert books.split(data) == (chosen, reported)
+
+
+def test_intervals_keep_pairs_together() -> None:
+    import books
+
+    mine = {str(i): (float(i + 10), 10) for i in range(6)}
+    theirs = {name: (nats + 1.0, tokens) for name, (nats, tokens) in mine.items()}
+    value, low, high = books.bootstrap(lambda a, b: np.log(b / a), mine, theirs)
+    assert (value, low, high) == (pytest.approx(0.1),) * 3  # the same difference in every book: no doubt at all
+    value, low, high = books.bootstrap(lambda a: a, mine)
+    assert value == pytest.approx(books.perplexity(mine))
+    assert low < value < high
+
+
+def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    import search
+
+    class Made:
+        """Losses by rule: a memory as long as the state, 3/4 of it for the newest, is best, but for one trap."""
+
+        def of(self, policy: str) -> dict[str, tuple[float, int]]:
+            size = 0 if policy == "full" else int(policy.partition(":")[2].partition(",")[0])
+            over = 0.0 if not size else 10 / size
+            if "tova-head" in policy and "momentum=1-1/k" in policy:
+                over *= 0.8 if "last=3/4" in policy else 0.9
+            if "momentum=0.98" in policy:
+                over *= 0.5 if size == 256 else 2.0
+            return {"book": ((1 + over) * 100, 100)}
+
+    kind = search.choose(Made(), quick=False)  # type: ignore[arg-type]
+    assert kind == "tova-head,momentum=1-1/k,last=3/4"
+    assert search.gain(Made(), kind, 64) > 0  # type: ignore[arg-type]
+
+
+def test_reporting_shares_what_the_records_say_of_the_other_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import books
+    import reporting
+
+    names = [f"book{i}" for i in range(4)]
+    ours = books.halves(names)[1]
+    means = {"full": 1.0, "tova:64": 1.4, "tova:128": 1.2, "h2o:64": 1.3, "fade:64": 1.1}
+    made = [record("pg19", policy, "perplexity", 0.0) for policy in means]
+    parts = {
+        policy: {name: {"nll": 1000 * (mean if name in ours else 9.0), "tokens": 1000.0} for name in names}
+        for policy, mean in means.items()
+    }
+    few = replace(record("pg19", "tova-head:64", "perplexity", 0.0), samples=1, parts=parts["full"])
+    write_records(tmp_path / "pg19.jsonl", [*(replace(one, parts=parts[one.policy]) for one in made), few])
+    run(reporting, monkeypatch, str(tmp_path / "pg19.jsonl"))
+    said = capsys.readouterr().out
+    over = np.exp(list(means.values())) - np.e
+    shares = [f"{over[4] / rival:.3f} [" for rival in (over[1], over[3], over[2])]
+    line = next(line for line in said.splitlines() if line.startswith("fade"))
+    assert f"{over[4]:.3f} [" in line
+    assert all(share in line for share in shares)
+    assert "tova-head" not in said  # of fewer samples than the others
+
+
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    module.main()
+
+
+def test_search_end_to_end_and_again(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import search
+
+    for name, few in (("CAPACITIES", (8, 16, 32)), ("MEMORIES", ("0.9", "1-4/k")), ("BESIDE", ("tova+4",))):
+        monkeypatch.setattr(search, name, few)
+    out = tmp_path / "out" / "search.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
+    run(search, monkeypatch, *options, "--quick")
+    said = capsys.readouterr().out
+    assert "chosen: tova" in said
+    assert "tova - preset: " in said
+    made = read_records(out)
+    assert {record.capacity for record in made} == {None, 8, 16, 32}
+    assert all(record.groups == 2 and record.value > 1 for record in made)
+    kept = (tmp_path / "out" / "search.chosen.measured.jsonl").read_text()
+    run(search, monkeypatch, *options, "--quick")
+    assert (tmp_path / "out" / "search.chosen.measured.jsonl").read_text() == kept
+    assert "0 new records" in capsys.readouterr().out
+
+
+def test_budgets_end_to_end(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import books
+    import budgets
+
+    monkeypatch.setattr(books, "MODULES", ("this", "colorsys"))
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"capacities": [4, 28], "average": 16, "allocations": {"8": [4, 12]}}')
+    out = tmp_path / "budgets.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
+    averages = ["--average", "8", "--average", "16"]
+    run(budgets, monkeypatch, *options, *averages, "--profile", f"tova={profile}")
+    said = capsys.readouterr().out
+    assert "novels: 2 texts" in said
+    assert "articles: 1 texts" in said
+    line = next(line for line in said.splitlines() if line.startswith("tova:16 + profile"))
+    assert len(line.split("[")) == 4
+    made = {(record.task, record.policy): record for record in read_records(out)}
+    assert made["budgets-novels", "tova:16 + profile"].value != made["budgets-novels", "tova:16"].value
+    assert ("budgets-code", "tova:32") in made

@@ -1,0 +1,148 @@
+"""State files that a server's requests start from: made by the command, checked before anybody trusts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import msrnn
+from msrnn.cli import main
+from msrnn.hf import load as models
+from msrnn.rnn import StateError
+from msrnn.vllm.plugin import Refused
+from msrnn.vllm.prefix import Prefix, read_all
+
+TEXT = "You answer in one sentence. You never guess.\n" * 5
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model with the bundled one's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(models.bundled())
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def built(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "text.txt").write_text(TEXT)
+    path = folder / "system.state"
+    given = ["--policy", "h2o:8", "--dtype", "float32", "--device", "cpu", "-q", "-o", str(path)]
+    assert main(["state", "build", tiny, "--text", str(folder / "text.txt"), *given]) == 0
+    return path
+
+
+def test_the_file_is_the_state_after_the_text(tiny: str, built: Path) -> None:
+    prefix = Prefix.read("system", built)
+    model, tokenizer = models.load(tiny, dtype="float32")
+    ids = tokenizer(TEXT)["input_ids"]
+    assert list(prefix.tokens) == ids
+    rnn = msrnn.RNN(model, "h2o:8")
+    _, state = rnn.read(ids, rnn.start())
+    for index, layer in enumerate(state.layers):
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(prefix.tensors[f"{index}.{name}"], tensor), name
+    again = rnn.load(built)
+    assert again.seen == [len(ids)]
+    prefix.check(tiny, None, torch.float32, ["h2o:8"])
+    prefix.check(tiny, None, torch.float32, ["h2o:8", "h2o:8"])
+
+
+def test_a_system_message_is_read_as_the_template_writes_it(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    path = tmp_path / "s.state"
+    given = ["--policy", "tova:8", "--device", "cpu", "-q", "--system", "-o", str(path)]
+    assert main(["state", "build", tiny, "--text", str(tmp_path / "text.txt"), *given]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    messages = [{"role": "system", "content": TEXT.strip()}, {"role": "user", "content": "Who?"}]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    prefix = Prefix.read("s", path)
+    assert prefix.begins(whole)
+    assert len(whole) - len(prefix.tokens) < 15, "little more than the question is left to read"
+
+
+def test_only_prompts_that_begin_with_it_and_go_on(built: Path) -> None:
+    prefix = Prefix.read("system", built)
+    tokens = list(prefix.tokens)
+    assert prefix.begins([*tokens, 5])
+    assert not prefix.begins(tokens), "the last token must be computed, to know what follows it"
+    assert not prefix.begins([tokens[0] + 1, *tokens[1:], 5])
+    assert not prefix.begins(tokens[:3])
+
+
+@pytest.mark.parametrize(
+    "dtype, policies, reason",
+    [
+        (torch.bfloat16, ["h2o:8"], "dtype torch.float32, not torch.bfloat16"),
+        (torch.float32, ["h2o:9"], "policy h2o:8, not h2o:9"),
+        (torch.float32, ["h2o:8", "h2o:9"], "policy h2o:8, not h2o:8;h2o:9"),
+    ],
+)
+def test_another_dtype_or_policy_is_refused(
+    tiny: str, built: Path, dtype: torch.dtype, policies: list[str], reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        Prefix.read("system", built).check(tiny, None, dtype, policies)
+
+
+def test_other_weights_are_refused(tiny: str, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(tiny) / "config.json").read_text())
+    weights = bytearray((Path(tiny) / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(Refused, match="other weights"):
+        Prefix.read("system", built).check(str(tmp_path), None, torch.float32, ["h2o:8"])
+
+
+def test_a_state_that_does_not_say_what_was_read_is_refused(tiny: str, tmp_path: Path) -> None:
+    model, _ = models.load(tiny, dtype="float32")
+    rnn = msrnn.RNN(model, "tova:8")
+    _, state = rnn.read([1, 2, 3], rnn.start())
+    state.save(tmp_path / "plain.state")
+    with pytest.raises(Refused, match="does not say what was read; make it with `msrnn state build`"):
+        Prefix.read("plain", tmp_path / "plain.state")
+    with pytest.raises(StateError, match=r"2 tokens were given for a state that has read \[3\]"):
+        state.save(tmp_path / "other.state", tokens=[1, 2])
+    with pytest.raises(StateError, match="is not a file"):
+        read_all((("none", str(tmp_path / "none.state")),))
+
+
+@pytest.mark.parametrize(
+    "text, options, reason",
+    [
+        (None, [], "cannot be read as UTF-8 text"),
+        (" \n", [], "is empty"),
+        ("some", ["--policy", "full"], "'full' is not bounded"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, options: list[str], reason: str
+) -> None:
+    if text is not None:
+        (tmp_path / "text.txt").write_text(text)
+    command = ["state", "build", tiny, "--text", str(tmp_path / "text.txt"), "-q", "--device", "cpu"]
+    assert main([*command, "-o", str(tmp_path / "out.state"), *options]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out.state").exists()
+
+
+def test_weights_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({}))
+    (tmp_path / "one" / "model.safetensors").write_bytes(b"abc")
+    with pytest.raises(models.ModelError, match="no weights"):
+        models.mark(tmp_path / "two")
+    (tmp_path / "two" / "model.safetensors").write_bytes(b"abc")
+    assert models.mark(tmp_path / "one") == models.mark(tmp_path / "two")
