@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.support.models import tiny_llama
 
 Llama = Callable[..., LlamaForCausalLM]
 
@@ -24,27 +25,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def llama() -> Llama:
     """`llama("eager", hidden_size=64)`: three layers, grouped heads, weights large enough that texts vary."""
-
-    def make(attn: str = "sdpa", **changes: Any) -> LlamaForCausalLM:
-        shape = {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.3,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        torch.manual_seed(0)
-        config = LlamaConfig(**(shape | changes))
-        config._attn_implementation = attn
-        return LlamaForCausalLM(config).eval()
-
-    return make
+    return tiny_llama
 
 
 @pytest.fixture(scope="module")

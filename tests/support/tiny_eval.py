@@ -6,9 +6,10 @@ import json
 import random
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.models import tiny_llama
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 WORDS = ["river", "stone", "lantern", "walked", "slowly", "never", "said", "the", "old", "captain", "and", "wept"]
@@ -26,11 +27,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    marks = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, **marks, initializer_range=0.3)).eval()
+    special = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+    return tiny_llama(vocab_size=257, num_hidden_layers=2, max_position_embeddings=512, **special)
 
 
 def save(folder: Path) -> Path:
