@@ -19,7 +19,6 @@ import msrnn
 from msrnn.cli import main, parser
 from msrnn.hf import load as models
 from msrnn.hf.cache import geometry
-from msrnn.hf.chat_template import turns
 from msrnn.hf.cost import cost
 from msrnn.policy import plan
 
@@ -354,30 +353,6 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     assert loaded.startswith("loaded ")
     assert answer == once[3]
     assert rest == ["forgotten", "tova:24: 0 tokens read, 0 held in 0 B; a full cache would take 0 B"]
-
-
-def test_turns_join_to_the_whole_template(tokenizer):
-    for system in (None, "You are a pirate."):
-        made = turns(tokenizer, system)
-        said = [
-            ("user", "Hello there"),
-            ("assistant", "Hi!"),
-            ("user", "And you?"),
-            ("assistant", "Fine."),
-            ("user", "Bye"),
-        ]
-        messages = [{"role": role, "content": content} for role, content in said]
-        whole = tokenizer.apply_chat_template(
-            ([{"role": "system", "content": system}] if system else []) + messages,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        first, *later = (content for role, content in said if role == "user")
-        answers = [content for role, content in said if role == "assistant"]
-        joined = made.opening + first + made.closing
-        for answer, message in zip(answers, later, strict=True):
-            joined += answer + made.between + message + made.closing
-        assert joined == whole
 
 
 def test_chat_reads_every_token_once(capsys, monkeypatch, tokenizer):

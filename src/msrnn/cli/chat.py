@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..hf.chat_template import turns
+from ..hf.chat_template import split_turns
 from . import options
 from .errors import MAYBE, expected, one_line
 from .prompt import feed
@@ -82,7 +82,7 @@ class Chat:
 
         self.options = arguments
         self.rnn, self.tokenizer = open_rnn(arguments)
-        self.turns = turns(self.tokenizer, arguments.system)
+        self.turns = split_turns(self.tokenizer, arguments.system)
         self.screen: Any = TextStreamer(self.tokenizer, skip_special_tokens=True)
         self.warpers = _warpers(arguments)
         self.ends = _ends(self.rnn.model, self.tokenizer)
@@ -139,8 +139,8 @@ class Chat:
         """Read a message, then write until the model ends its turn. Every token written is read back at once."""
         from ..rnn import pieces
 
-        before = self.turns.between if self.seen else self.turns.opening
-        text = before + message + self.turns.closing
+        prefix = self.turns.next_prefix if self.seen else self.turns.first_prefix
+        text = prefix + message + self.turns.suffix
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         self.ids += ids
         size = len(ids) if self.rnn.prompt == "oneshot" else self.rnn.piece

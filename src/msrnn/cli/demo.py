@@ -32,6 +32,7 @@ from ..budgets.profile import check_model
 from ..core.trace import Trace
 from ..eval.perplexity import Progress, empty, score
 from ..hf.cache import BoundedCache, geometry
+from ..hf.chat_template import split_template
 from ..hf.cost import Peak, cost, human
 from ..hf.load import load
 from ..policy import Plan, plan, profile_path, split_profile
@@ -151,7 +152,7 @@ class Talk:
     @classmethod
     def of(cls, tokenizer: Any, blocks: Iterable[str], length: int, question: str) -> Talk:
         """Opening and text together take `length` tokens, or fewer where the text is short."""
-        opening, closing = _turn(tokenizer)
+        opening, closing = split_template(tokenizer, default=("", "\nAnswer:"))
         before = tokenizer(opening, add_special_tokens=not opening).input_ids
         text = list(islice(stream_tokens(tokenizer, blocks, special=False), max(length - len(before), 0)))
         if len(text) < 2:
@@ -161,15 +162,6 @@ class Talk:
     @property
     def read(self) -> list[int]:
         return self.before + self.text
-
-
-def _turn(tokenizer: Any) -> tuple[str, str]:
-    """What stands before and after a user's words, up to where the model begins to answer."""
-    if not tokenizer.chat_template:
-        return "", "\nAnswer:"
-    turn = [{"role": "user", "content": "<>"}]
-    before, _, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).partition("<>")
-    return before, after
 
 
 def _policies(model: str | None) -> tuple[str, ...]:
