@@ -24,9 +24,8 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
             raise ValueError(f"a row has {len(row)} cells under a header of {len(header)}: {row}")
     columns = [list(column) for column in zip(*cells, strict=True)] or [[] for _ in header]
     align = [_align(column, every=index == 0) for index, column in enumerate(columns)]
-    text: str = tabulate(
-        cells, list(header), tablefmt="plain", colalign=align, headersalign=align, disable_numparse=True
-    )
+    # as a row like the others: tabulate pads columns that have headers by two spaces
+    text: str = tabulate([list(header), *cells], tablefmt="plain", colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
