@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.text import read_blocks, stream_tokens
+from ..system.text import read_blocks
+from ..system.tokenization import stream_tokens
 from . import options
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def read_chunks(
     import torch
 
     from ..budgets.calibrate import chunks_of, default_text
-    from ..system.text import opening
+    from ..system.tokenization import leading_special_tokens
 
     texts: dict[str, Iterable[str]] = {name: read_blocks(name) for name in arguments.text or []}
     texts = texts or {"Python's documentation": [default_text()]}
@@ -68,7 +69,7 @@ def read_chunks(
     name, fewest = min(((name, len(ids)) for name, ids in read.items()), key=lambda found: found[1])
     if fewest < _LEAST:
         raise ValueError(f"{name} has {fewest} tokens; give at least {_LEAST}, better some thousands")
-    before = torch.tensor(opening(tokenizer), dtype=torch.long)
+    before = torch.tensor(leading_special_tokens(tokenizer), dtype=torch.long)
     length = _length(arguments, model, min(map(len, read.values())) + len(before))
     parts = []
     for name, ids in read.items():

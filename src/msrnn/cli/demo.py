@@ -30,14 +30,15 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from ..analysis.figures import layers_holding, retention_map, visible
 from ..budgets.profile import check_model
 from ..core.trace import Trace
-from ..eval.perplexity import Progress, empty, score
+from ..eval.perplexity import Progress, new_cache, score
 from ..hf.cache import BoundedCache, geometry
 from ..hf.chat_template import split_template
 from ..hf.cost import Peak, cost, human
 from ..hf.load import load
 from ..policy import Plan, plan, profile_path, split_profile
 from ..rnn import PIECE, RNN
-from ..system.text import read_blocks, stream_tokens
+from ..system.text import read_blocks
+from ..system.tokenization import stream_tokens
 
 POLICIES = ("full", "tova:256")
 PROFILED = "tova:256,profile=SmolLM2-135M-Instruct"  # joins them where the bundled model is read
@@ -191,8 +192,8 @@ def measure(
     """
     ids, bound = talk.read, None if policy == "full" else made
     with ThreadPoolExecutor(1) as once:  # a thread of its own, which takes its scratch memory with it
-        once.submit(_read, model, ids[: 2 * PIECE], empty(model, bound)).result()  # nothing is compiled on the clock
-    into = empty(model, bound)
+        once.submit(_read, model, ids[: 2 * PIECE], new_cache(model, bound)).result()  # nothing is compiled on the clock
+    into = new_cache(model, bound)
     _settle()
     with _bar(f"{policy}: reading", len(ids)) as progress, Peak(model.device) as peak:
         started = time.perf_counter()
@@ -200,7 +201,7 @@ def measure(
         seconds = time.perf_counter() - started
     held, size = _held(into), nbytes(into)
     state = None if bound is None else RNN(model, bound).start(trace=True)
-    into = empty(model) if state is None else state.cache
+    into = new_cache(model) if state is None else state.cache
     with _bar(f"{policy}: scoring", len(ids)) as progress:
         if talk.before:
             _read(model, talk.before, into, progress)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..hf.chat_template import split_template
-from ..system.text import stream_tokens
+from ..system.tokenization import stream_tokens
 from . import options
 from .decode import Written, write
 from .prompt import Source, open_source

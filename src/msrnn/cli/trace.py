@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.text import stream_tokens
+from ..system.tokenization import stream_tokens
 from . import options
 from .prompt import feed, open_source
 from .session import announce, note, open_rnn, warn_beyond

@@ -1,1 +1,1 @@
-"""Files, sizes, downloads, memory, the machine: nothing about models."""
+"""Files, texts, sizes, downloads, memory, the console, the machine: nothing about models."""

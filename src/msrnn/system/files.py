@@ -1,4 +1,4 @@
-"""Writing files so that a crash never destroys what was there: to a temporary name beside, then over it at once."""
+"""Atomic writes: a file is written under a temporary name, then renamed, so that a crash never destroys the old one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` only when the block ends well."""
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """A temporary file that replaces `path` if the block ends without an error."""
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{target} is a folder; give the name of a file")
@@ -23,15 +23,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"{target.parent} is not a folder; make it first")
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     os.close(handle)
-    part = Path(name)
+    temporary = Path(name)
     try:
-        yield part
-        with part.open("rb") as file:
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        part.chmod(0o666 & ~_umask())
-        part.replace(target)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+replacing = atomic_write  # the old name; callers move next
 
 
 def _umask() -> int:
@@ -40,13 +43,15 @@ def _umask() -> int:
     return mask
 
 
-def save_tensors(path: str | Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    from safetensors.torch import save_file  # brings torch, which the writing of texts and pictures can do without
+def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file."""
+    from safetensors.torch import save_file  # imports torch, which texts and figures do not need
 
-    with replacing(path) as part:
-        save_file(tensors, part, metadata=about)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    with replacing(path) as part:
-        part.write_text(text)
+    """Write a text file."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text)
