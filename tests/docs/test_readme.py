@@ -1,23 +1,27 @@
-"""The README says what is true: its Python runs, its commands and links exist."""
+"""The README: short, its Python runs, its models are the tested ones, its numbers are those of the records."""
+
+from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from msrnn.cli import parser
+from tests.docs import pages
+from tests.docs.records import close, load, passkey, perplexity, recall, same
+from tests.hf.test_models import FAMILIES, HYBRIDS, REFUSED
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
-PYTHON = [text for kind, text in BLOCKS if kind == "python"]
-COMMANDS = [line for kind, text in BLOCKS if not kind for line in text.splitlines() if line.startswith("msrnn ")]
+PYTHON = pages.blocks("README.md", "python")
+LOST = "What is lost, and what is gained"
+
+
+def test_it_is_short() -> None:
+    assert len(pages.text("README.md").splitlines()) <= 120
 
 
 def test_there_is_something_to_check() -> None:
     assert len(PYTHON) >= 2
-    assert len(COMMANDS) >= 5
+    assert len(pages.commands("README.md")) >= 5
 
 
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -29,12 +33,43 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "state.safetensors").exists()
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_understood(line: str) -> None:
-    _, *words = shlex.split(line, comments=True)
-    parser().parse_args(words)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *REFUSED])
+def test_model_families_are_named(family: str) -> None:
+    section = pages.text("README.md").split("## Models")[1].split("##")[0]
+    assert family.removesuffix("_text").replace("_", "") in re.sub(r"[^a-z0-9,]", "", section.lower())
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_somewhere(target: str) -> None:
-    assert (ROOT / target).exists()
+def test_quality() -> None:
+    header, full, *rows = pages.tables("README.md", LOST)[0]
+    assert len(header) == 6
+    assert len(rows) == 6
+    for label, *cells in [["full", *full[1:]], *rows]:
+        *curve, key, fact = cells
+        for slots, cell in zip((256, 512, 1024), curve, strict=True):
+            same(cell, perplexity(label, slots))
+        same(key, passkey(label, 512, "passkey", 2048))
+        same(fact, recall(label, 512, 4))
+
+
+def test_speed() -> None:
+    _, batch48, largest, prefill, cpu = pages.tables("README.md", LOST)[1]
+    bench = {(one["kind"], one["policy"], one.get("batch"), one.get("length")): one for one in load("bench_h200")}
+    llama3 = {one["figure"]: one for one in load("gpu") if "figure" in one}
+    assert close(batch48[1], bench["step", "tova:512", 48, None]["times_full"])
+    assert close(batch48[2], llama3["llama-3-8b: tova:512, same batch"]["times_full"])
+    for cell, bounded, full in (
+        (largest[1], bench["largest", "tova:512", 480, None], bench["largest", "full", 56, None]),
+        (largest[2], llama3["llama-3-8b: tova:512, largest"], llama3["llama-3-8b: full, largest"]),
+    ):
+        ratio, sequences, rest = re.findall(r"[\d,.]*\d", cell)
+        assert close(ratio, bounded["times_full"])
+        assert (sequences, rest) == (f"{bounded['batch']:,}", f"{full['batch']:,}")
+    times = [
+        bench["prefill", "tova:512", batch, length]["times_full"]
+        for batch, length in ((32, 4096), (1, 4096), (1, 131072))
+    ]
+    for cell, ratio in zip(prefill[1].split("; "), times, strict=True):
+        assert close(cell, 1 / ratio)
+    ratios = {(one["what"], one["run"], one.get("length")): one["ratio"] for one in load("cpu") if "ratio" in one}
+    for cell, what in zip(cpu[1].split("; "), ("prefill", "decode"), strict=True):
+        assert close(cell, 1 / ratios[what, "tova:512", 8192])

@@ -1,0 +1,63 @@
+"""Every page of the documentation: its links lead somewhere, its commands parse, the files it names exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from msrnn.cli import parser
+from tests.docs import pages
+
+SOURCE = pages.ROOT / "src" / "msrnn"
+SECTIONS = "core|kernels|hf|engine|vllm|budgets|eval|analysis|bench|cli|play|rules|system"
+
+
+@pytest.mark.parametrize("name", pages.NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    folder = (pages.ROOT / name).parent
+    for link in pages.links(name):
+        file, _, anchor = link.partition("#")
+        target = (folder / file).resolve() if file else pages.ROOT / name
+        assert target.exists(), f"{name} links to {link}"
+        if anchor:
+            page = target.relative_to(pages.ROOT).as_posix()
+            assert anchor in pages.anchors(page), f"{name} links to {link}"
+
+
+def test_anchors_are_those_of_github() -> None:
+    assert {"results", "what-is-lost-and-what-is-gained"} <= pages.anchors("README.md") | pages.anchors(
+        "docs/results.md"
+    )
+    assert "a-policy-between-tova-and-h2o-fade" in pages.anchors("docs/budgets.md")
+
+
+@pytest.mark.parametrize("name,line", [(name, line) for name in pages.NAMES for line in pages.commands(name)])
+def test_commands_are_understood(name: str, line: str) -> None:
+    parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {name for name in pages.NAMES if pages.commands(name)} >= {
+        "README.md",
+        "docs/evaluation.md",
+        "docs/serving.md",
+    }
+
+
+@pytest.mark.parametrize("name", pages.NAMES)
+def test_named_files_exist(name: str) -> None:
+    spans = re.findall(r"`([^`\n]+)`", pages.prose(name))
+    paths = [span for span in spans if re.fullmatch(r"[\w./-]+", span) and "/" in span]
+    for path in paths:
+        if re.match(r"(tests|benchmarks|results|experiments|src|docs)/", path) and not _is_new(path):
+            assert (pages.ROOT / path).exists(), f"{name} names {path}"
+        elif re.match(rf"({SECTIONS})/", path):
+            assert (SOURCE / path).exists() or (pages.ROOT / path).exists(), f"{name} names {path}"
+
+
+def _is_new(path: str) -> bool:
+    """What a reader is to write, or stands for any name."""
+    return Path(path).stem in ("endings", "value_norm", "NAME")

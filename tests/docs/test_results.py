@@ -1,0 +1,172 @@
+"""docs/results.md says what the records say: every table is compared with them, cell by cell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from msrnn.analysis import paper
+from tests.docs import pages
+from tests.docs.records import Record, close, find, load, numbers, passkey, perplexity, policy, recall, same
+
+SIZES = (64, 128, 256, 512, 1024, 2048)
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    return pages.tables("docs/results.md", heading)
+
+
+def compare(rows: list[list[str]], columns: list[int], record: Callable[[str, int], Record]) -> int:
+    """All cells of a table whose columns are numbers; how many there were."""
+    count = 0
+    for label, *cells in rows:
+        assert len(cells) == len(columns), label
+        for column, cell in zip(columns, cells, strict=True):
+            if cell:
+                same(cell, record(label, column))
+                count += 1
+    return count
+
+
+def columns(header: list[str]) -> list[int]:
+    return [int(cell.replace(",", "")) for cell in header[1:]]
+
+
+def test_language_modelling() -> None:
+    header, *rows = tables("Language modelling")[0]
+    assert tuple(columns(header)) == SIZES
+    assert compare(rows, columns(header), perplexity) == 13 * 6 - 2
+
+
+def test_differences_to_tova() -> None:
+    header, *rows = tables("Language modelling")[1]
+    for label, *cells in rows:
+        for size, cell in zip(columns(header), cells, strict=True):
+            value, low, high = map(float, numbers(cell))
+            assert low - 0.005 <= value <= high + 0.005
+            assert abs(value - perplexity(label, size)["value"] + perplexity("tova", size)["value"]) <= 0.00501, cell
+
+
+def test_the_papers_perplexities() -> None:
+    header, *rows = tables("Language modelling")[2]
+    assert tuple(columns(header)) == paper.SIZES
+    for label, *cells in rows:
+        assert tuple(map(float, cells)) == paper.PERPLEXITY[policy(label, 1).removesuffix(":1")]
+
+
+def test_beyond_the_trained_length() -> None:
+    ((header, *rows),) = tables("Beyond the trained length")
+
+    def record(label: str, position: int) -> Record:
+        name, _, positions = label.rpartition(", ")
+        return find(
+            "extrapolation", "running perplexity", policy(name, 512), position=position, positions=positions.strip("`")
+        )
+
+    assert compare(rows, columns(header), record) == 13 * 6 - 2
+
+
+@pytest.mark.parametrize("name,metric,title", [("qasper", "f1", "QASPER"), ("squality", "rouge", "SQuALITY")])
+def test_questions_about_documents(name: str, metric: str, title: str) -> None:
+    ((header, *rows),) = tables("Questions about documents")
+    start = next(i for i, row in enumerate(rows) if row[0].startswith(title))
+    mine = rows[start : start + 7]
+    assert compare(mine, columns(header), lambda label, size: find(name, metric, policy(label, size))) >= 22
+
+
+def test_recall_of_a_number() -> None:
+    ((_, *rows),) = tables("Recall of a number")
+    kinds = [(kind, length) for kind in ("passkey", "needle") for length in (1024, 2048, 4096)]
+    assert len(rows) == 22
+    for label, *cells in rows:
+        for (kind, length), cell in zip(kinds, cells, strict=True):
+            same(cell, passkey(label, None, kind, length))
+
+
+def test_conversations() -> None:
+    ((_, turns, *rows),) = tables("Conversations")
+    slots = (256, 256, 512, 512, 512, 1024, 1024)
+    assert len(rows) == 7
+    for label, *cells in rows:
+        for size, count, cell in zip(slots, columns(turns), cells, strict=True):
+            same(cell, recall(label, size, count))
+
+
+def test_stories() -> None:
+    ((_, *rows),) = tables("Stories")
+    assert len(rows) == 9
+    for label, *cells in rows:
+        for metric, cell in zip(("full perplexity", "repetition", "tokens", "ended"), cells, strict=True):
+            same(cell, find("story", metric, policy(label)))
+
+
+def test_which_tokens_stay() -> None:
+    header, *rows = tables("Which tokens stay")[0]
+    metrics = ["recent share", "first token held", "tokens 2 to 25 held", *["steps kept"] * 4, "agreement of layers",
+               "agreement of layers on older tokens"]  # fmt: skip
+    classes = {4: ".", 5: ")", 6: "POS"}
+    assert len(rows) == len(metrics)
+    for number, (metric, (_, *cells)) in enumerate(zip(metrics, rows, strict=True)):
+        cell = {"class": classes[number]} if number in classes else {}
+        for label, printed in zip(header[1:], cells, strict=True):
+            same(printed, find("retention", metric, policy(label), **cell))
+
+
+def test_the_papers_steps_kept() -> None:
+    header, *rows = tables("Which tokens stay")[1]
+    classes = {
+        "all tokens": "all",
+        "possessive endings": "POS",
+        "closing quotes": "''",
+        "closing brackets": ")",
+        "full stops": ".",
+    }
+    assert tuple(columns(header)) == paper.WORD_SIZES
+    for label, *cells in rows:
+        assert tuple(int(cell.replace(",", "")) for cell in cells) == paper.STEPS_KEPT[classes[label]]
+
+
+def test_speed_on_a_gpu() -> None:
+    ((_, *rows),) = tables("Speed on a GPU")
+    largest = {one["policy"]: one for one in load("bench_h200") if one["kind"] == "largest"}
+    step = {one["policy"]: one for one in load("bench_h200") if one["kind"] == "step" and one["batch"] == 48}
+    for label, _, batch, rate, speedup, time, at48, papers, papers_speedup in rows:
+        name = policy(label)
+        assert batch == f"{largest[name]['batch']:,}"
+        assert close(rate, largest[name]["tokens_per_s"])
+        assert close(time.removesuffix(" ms"), 1000 * step[name]["median_s"])
+        if name == "full":
+            continue
+        assert close(speedup, largest[name]["times_full"])
+        assert close(at48, step[name]["times_full"])
+        at = paper.SPEED_SIZES.index(int(name.split(":")[1]))
+        assert (int(papers), float(papers_speedup)) == (paper.LARGEST_BATCH[at], paper.THROUGHPUT[at])
+
+
+def test_speed_on_a_cpu() -> None:
+    ((header, *rows),) = tables("Speed on a CPU")
+    found = {(one["what"], one["run"], one.get("length")): one for one in load("cpu")}
+    for (_, *cells), (what, length) in zip(rows, (("prefill", 4096), ("prefill", 8192), ("decode", 8192)), strict=True):
+        for label, cell in zip(header[1:], cells, strict=True):
+            record = found[what, policy(label), length]
+            same(cell, {"value": record["ratio"], "low": record["ratio_spread"][0], "high": record["ratio_spread"][1]})
+
+
+def test_beside_kvpress() -> None:
+    ((_, *rows),) = tables("Beside kvpress")
+    found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
+    for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
+        assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
+        assert close(token.removesuffix(" ms"), 1000 * found[run]["decode_s_per_token"])
+        assert close(loss, found[run]["perplexity"])
+
+
+def test_every_record_file_is_named_in_the_docs() -> None:
+    named = " ".join(pages.text(name) for name in pages.NAMES)
+    files = sorted((pages.ROOT / "results").rglob("*.json*"))
+    assert len(files) > 20
+    for file in files:
+        path = file.relative_to(pages.ROOT).as_posix()
+        assert re.search(rf"{re.escape(path)}\b", named), f"no page says what {path} is"
