@@ -19,7 +19,7 @@ import torch
 
 import msrnn
 from msrnn.engine.engine import Engine
-from msrnn.eval.scoring import token_nll
+from msrnn.eval.perplexity import token_nll
 from msrnn.system import provenance as machine
 
 POLICIES = ("full", "tova:256", "h2o:256", "window+4:256")

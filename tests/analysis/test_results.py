@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from msrnn.analysis.compare import excess
+from msrnn.analysis.compare import perplexity_gap
 from msrnn.analysis.records import ORDER, families, family, newest, read_results
 from msrnn.analysis.running import running_perplexity
 from msrnn.analysis.speed import _comparable, speeds
@@ -149,15 +149,15 @@ def test_speeds_behind_a_failed_check_are_told_and_not_drawn() -> None:
 def test_excess_is_taken_text_by_text() -> None:
     """Texts differ by far more than the policies, and the interval of the difference stays small."""
     full, tova = perplexity("pg19", "full", 3.0), perplexity("pg19", "tova:64", 3.1)
-    found = excess(tova, full)
+    found = perplexity_gap(tova, full)
     assert found is not None
     assert found.value == pytest.approx(np.exp(0.1) - 1, rel=0.02)
     assert found.low is not None
     assert found.high is not None
     assert found.low <= found.value <= found.high < found.value + 0.01
-    assert excess(tova, replace(full, parts={"book0": full.parts["book0"]})) is None
+    assert perplexity_gap(tova, replace(full, parts={"book0": full.parts["book0"]})) is None
     alone = {"parts": {"book0": {"nll": 100.0, "tokens": 50.0}}}
-    assert excess(replace(tova, **alone), replace(full, **alone)) == (0.0, None, None)
+    assert perplexity_gap(replace(tova, **alone), replace(full, **alone)) == (0.0, None, None)
 
 
 def test_the_table_has_ours_and_the_papers() -> None:

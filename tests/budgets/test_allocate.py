@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrnn.budgets.allocate import allocate, between, convex, expected, falling
+from msrnn.budgets.allocate import allocate, convex_hull, expected_loss, interpolate, non_increasing
 
 GRID = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -43,7 +43,7 @@ def test_no_choice_on_the_grid_is_better() -> None:
     found = allocate(curves, total)
     tried = (sum(curve[c] for curve, c in zip(curves, sizes, strict=True))
              for sizes in product(GRID, repeat=3) if sum(sizes) <= total)  # fmt: skip
-    assert expected(curves, found) <= min(tried) + 1e-9
+    assert expected_loss(curves, found) <= min(tried) + 1e-9
 
 
 def test_a_curve_with_a_cliff_is_paid_in_full_or_not_at_all() -> None:
@@ -63,20 +63,20 @@ def test_every_slot_is_spent_within_the_curves(losses: list[list[float]], averag
 
 @given(st.dictionaries(st.integers(1, 5000), st.floats(-1, 3), min_size=1, max_size=9))
 def test_the_shapes_are_what_they_are_called(curve: dict[int, float]) -> None:
-    points = falling(curve)
+    points = non_increasing(curve)
     assert [c for c, _ in points] == sorted(curve)
     assert all(left[1] >= right[1] - 1e-12 >= -1e-12 for left, right in pairwise(points))
-    filled = between(points)
+    filled = interpolate(points)
     assert set(points) <= set(filled)
     assert len({c for c, _ in filled}) == len(filled)
-    hull = convex(filled)
+    hull = convex_hull(filled)
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
     assert slopes == sorted(slopes)
     assert (hull[0], hull[-1]) == (filled[0], filled[-1])
 
 
 def test_noise_is_averaged_not_taken_at_its_best() -> None:
-    assert falling({16: 1.0, 32: 0.2, 64: 0.4, 128: 0.1}) == [(16, 1.0), (32, pytest.approx(0.3)),
+    assert non_increasing({16: 1.0, 32: 0.2, 64: 0.4, 128: 0.1}) == [(16, 1.0), (32, pytest.approx(0.3)),
                                                               (64, pytest.approx(0.3)), (128, 0.1)]  # fmt: skip
 
 

@@ -15,15 +15,15 @@ from msrnn.budgets.calibrate import (
     Settings,
     calibrate,
     chunks_of,
-    curves,
     default_grid,
     default_text,
-    measurements,
+    layer_curves,
+    measurement_count,
     refine,
 )
 from msrnn.budgets.profile import ProfileError, check_model, dump, identity
-from msrnn.eval.measurements import Ledger
-from msrnn.eval.scoring import token_nll
+from msrnn.eval.measurements import Measurements
+from msrnn.eval.perplexity import token_nll
 from msrnn.policy import full, plan, tova
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +58,7 @@ def test_the_loss_is_that_of_the_second_half(meter: Meter) -> None:
 
 
 def test_curves_shrink_one_layer_each(meter: Meter) -> None:
-    found = curves(meter)
+    found = layer_curves(meter)
     floor = meter.loss((None,) * 3)
     assert [sorted(curve) for curve in found] == [[4, 8, 16, 32]] * 3
     assert found[1][8] == pytest.approx(meter.loss((None, 8, None)) - floor)
@@ -88,11 +88,11 @@ def test_a_profile_says_what_it_was_made_from(meter: Meter) -> None:
 
 
 def test_the_bar_counts_to_what_is_measured(meter: Meter) -> None:
-    asked = []
-    meter.told = lambda what, loss: asked.append(what)
+    calls = []
+    meter.on_measured = lambda description, loss: calls.append(description)
     calibrate(meter, [12], {}, "")
-    assert measurements(meter, [12]) - 2 * 3 <= len(asked) <= measurements(meter, [12])
-    assert len(set(meter.ledger.known)) == len(meter.ledger.known) <= len(asked)
+    assert measurement_count(meter, [12]) - 2 * 3 <= len(calls) <= measurement_count(meter, [12])
+    assert len(set(meter.measurements.results)) == len(meter.measurements.results) <= len(calls)
 
 
 def test_a_killed_run_goes_on_without_repeating(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on_without_repeating(llama: Any, tmp_path: Path, monk
     with file.open("a") as half:
         half.write('{"key": [4, null, nu')  # the kill came in the middle of a line
     again = Meter(model, chunks, QUICK, file)
-    assert len(again.ledger.known) == 10
+    assert len(again.measurements.results) == 10
     assert calibrate(again, [12], {}, "") == whole
     keys = [json.loads(line)["key"] for line in file.read_text().splitlines()[1:]]
     assert len(keys) == len({json.dumps(key) for key in keys})
@@ -131,9 +131,9 @@ def test_measurements_of_another_run_are_refused(llama: Any, tmp_path: Path) -> 
     other = type(model)(model.config).eval()
     with pytest.raises(ValueError, match="another weights"):
         Meter(other, chunks_of(text(128), 64, 2), QUICK, file)
-    file.write_text("not a ledger\n")
+    file.write_text("no measurements\n")
     with pytest.raises(ValueError, match="not a file of measurements"):
-        Ledger(file, {})
+        Measurements(file, {})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_layer_with_a_window_costs_nothing_at_its_window(tmp_path: Path) -> No
     model = MistralForCausalLM(config).eval()
     meter = Meter(model, chunks_of(text(128), 64, 2), QUICK, tmp_path / "m.jsonl")
     assert meter.limits == [12, 12]
-    assert [sorted(curve) for curve in curves(meter)] == [[4, 8, 12]] * 2
+    assert [sorted(curve) for curve in layer_curves(meter)] == [[4, 8, 12]] * 2
     assert calibrate(meter, [10], {}, "")["capacities"] != []
 
 

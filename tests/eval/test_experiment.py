@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from msrnn.eval import tasks
-from msrnn.eval.experiment import entry, make_experiment, read_experiment
+from msrnn.eval.experiment import Experiment, entry, make_experiment, read_experiment
+from msrnn.policy import Plan, full, tova
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,8 +68,8 @@ def test_sizes_cross_policies_and_overrides_stay_behind_the_size():
     assert labels == ["full", "tova:4,last=2", "tova:8,last=2", "window+4:9"]
 
 
-def test_a_profile_gives_each_layer_its_capacity_and_a_mark(tmp_path):
-    marks = set()
+def test_a_profile_gives_each_layer_its_capacity_and_a_digest(tmp_path):
+    digests = set()
     for sizes in ([4, 12], [5, 11]):
         (tmp_path / "p.json").write_text(json.dumps({"capacities": sizes}))
         given = {"task": "pg19", "policies": [f"tova,profile={tmp_path}/p.json"], "capacities": [8]}
@@ -76,12 +77,23 @@ def test_a_profile_gives_each_layer_its_capacity_and_a_mark(tmp_path):
         assert (one.label, one.capacity) == (f"tova:8,profile={tmp_path}/p.json", 8)
         assert not one.never_evicts(10)
         assert one.never_evicts(4)
-        marks.add(one.mark)
-    assert len(marks) == 2
-    assert entry("tova:8").mark == ""
+        digests.add(one.capacities_digest)
+    assert len(digests) == 2
+    assert entry("tova:8").capacities_digest == ""
 
 
 @pytest.mark.parametrize("text, length, never", [("full", 10**9, True), ("tova:8", 8, True), ("h2o:8", 9, False),
                                                  ("baseline:8", 8, True), ("baseline:8", 9, False)])  # fmt: skip
 def test_when_a_policy_reads_as_the_plain_model_does(text, length, never):
     assert entry(text).never_evicts(length) is never
+
+
+def test_policies_may_be_objects():
+    mixed = Plan((tova(8), full()))
+    experiment = Experiment("pg19", policies=(tova(8), mixed, full(), "window:8"))
+    entries = {one.label: one for one in experiment.entries()}
+    assert list(entries) == ["full", "tova:8", str(mixed), "window:8"]
+    assert (entries["full"].policy, entries["tova:8"].policy) == (None, tova(8))
+    assert (entries["tova:8"].capacity, entries[str(mixed)].capacity) == (8, None)
+    assert entries[str(mixed)].never_evicts(8)
+    assert not entries[str(mixed)].never_evicts(9)

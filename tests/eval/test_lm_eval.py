@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from msrnn.eval.lm_eval import BoundedLM
-from msrnn.eval.scoring import token_nll
+from msrnn.eval.perplexity import token_nll
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAIRS = [("the old captain", " wept"), ("stone and stone and river", " and lantern"), ("", "never said"), ("a", "b")]

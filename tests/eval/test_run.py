@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,8 +22,9 @@ from msrnn.cli import main
 from msrnn.eval import data, tasks
 from msrnn.eval.experiment import make_experiment
 from msrnn.eval.record import read_lines, read_records
-from msrnn.eval.run import _bar, batches, in_turns, run
+from msrnn.eval.run import Prompt, batches, round_robin, run
 from msrnn.eval.task import Sample
+from msrnn.system.console import progress
 from tests.support import tiny_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,24 +130,21 @@ def test_policies_share_one_pass_over_the_data(folder, tmp_path, monkeypatch):
 
 
 def test_the_bar_says_what_is_done_and_how_long_the_rest_takes():
-    with _bar(1000, "pg19", quiet=False) as bar:
+    with progress(1000, "pg19", "tok") as bar:
         bar.n, bar.start_t = 250, bar.start_t - 5
         assert re.search(r"pg19: +25%.*250/1.00k \[00:05<00:1[45], ", str(bar))
 
 
 def test_a_limit_takes_from_every_group():
     samples = [Sample(f"{group}{n}", group, n) for group, count in (("a", 3), ("b", 1), ("c", 2)) for n in range(count)]
-    assert [one.id for one in in_turns(samples)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert [one.id for one in round_robin(samples)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
 
 
 def test_only_equal_lengths_go_together_unless_padding_may_mix_them():
-    class Work:
-        def __init__(self, size):
-            self.ids, self.sample = [0] * size, Sample("", "", None)
-
-    works = [Work(size) for size in (3, 4, 3, 3, 4)]
-    assert [[len(w.ids) for w in batch] for batch in batches(works, 2, mixed=False)] == [[3, 3], [4, 4], [3]]
-    assert [[len(w.ids) for w in batch] for batch in batches(works, 2, mixed=True)] == [[3, 4], [3, 3], [4]]
+    sample = Sample("", "", None)
+    prompts = [Prompt(sample, np.zeros(size, np.int32), "") for size in (3, 4, 3, 3, 4)]
+    assert [[len(p.ids) for p in batch] for batch in batches(prompts, 2, mixed=False)] == [[3, 3], [4, 4], [3]]
+    assert [[len(p.ids) for p in batch] for batch in batches(prompts, 2, mixed=True)] == [[3, 4], [3, 3], [4]]
 
 
 def test_a_kill_loses_no_sample_and_repeats_none(folder, tmp_path):

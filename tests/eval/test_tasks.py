@@ -11,8 +11,8 @@ import torch
 
 from msrnn.eval import judge, tasks
 from msrnn.eval.experiment import make_experiment
-from msrnn.eval.generation import write
-from msrnn.eval.prompts import Tools
+from msrnn.eval.generation import generate
+from msrnn.eval.prompts import Resources
 from msrnn.eval.run import run
 from msrnn.eval.task import Output
 from msrnn.eval.tasks import extrapolation, needle, story, turns
@@ -28,27 +28,30 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def tools(folder):
-    return Tools(tiny_eval.model(), tiny_eval.tokenizer(), folder)
+def resources(folder):
+    return Resources(tiny_eval.model(), tiny_eval.tokenizer(), folder)
 
 
-def made(name, tools, **settings):
-    return tasks.module(name).task(tasks.module(name).Settings(**settings), tools)
+def make_task(name, resources, **settings):
+    return tasks.module(name).task(tasks.module(name).Settings(**settings), resources)
 
 
-def go(name, folder, out, policies, **settings):
-    given = {"task": name, "data": folder, "policies": policies, "batch": 4} | settings
-    experiment = make_experiment(given, tasks.settings())
+def run_task(name, folder, out, policies, **settings):
+    table = {"task": name, "data": folder, "policies": policies, "batch": 4} | settings
+    experiment = make_experiment(table, tasks.settings())
     return run(experiment, tiny_eval.model(), tiny_eval.tokenizer(), out, quiet=True)
 
 
 @pytest.mark.parametrize("name", ["squality", "qasper"])
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_only_the_end_of_the_document_is_cut(tools, name, template):
-    tools.tokenizer.chat_template = template
-    whole, short = made(name, tools, context=4096), made(name, tools, context=500)
+def test_only_the_end_of_the_document_is_cut(resources, name, template):
+    resources.tokenizer.chat_template = template
+    whole, short = make_task(name, resources, context=4096), make_task(name, resources, context=500)
     sample = next(iter(whole.samples()))
-    long, cut = tools.tokenizer.decode(whole.prompt(sample, None)), tools.tokenizer.decode(short.prompt(sample, None))
+    long, cut = (
+        resources.tokenizer.decode(whole.prompt(sample, None)),
+        resources.tokenizer.decode(short.prompt(sample, None)),
+    )
     assert len(short.prompt(sample, None)) == 500 < len(whole.prompt(sample, None))
     assert short.prompt(sample, 450) == whole.prompt(sample, 450)  # the baseline's shorter context
     question = f"Question:\n{sample.content.question}\n\nAnswer:\n"
@@ -60,17 +63,17 @@ def test_only_the_end_of_the_document_is_cut(tools, name, template):
     assert sample.content.document in long
 
 
-def test_a_context_without_room_is_refused(tools):
-    task = made("qasper", tools, context=60)
+def test_a_context_without_room_is_refused(resources):
+    task = make_task("qasper", resources, context=60)
     with pytest.raises(ValueError, match="more than 60"):
         task.prompt(next(iter(task.samples())), None)
 
 
 @pytest.mark.parametrize("name, metric", [("squality", "rouge"), ("qasper", "f1")])
-def test_a_right_answer_scores_100(tools, name, metric):
+def test_a_right_answer_scores_100(resources, name, metric):
     if name == "squality":
         pytest.importorskip("rouge_score", reason="the extra 'eval' is not installed")
-    task = made(name, tools)
+    task = make_task(name, resources)
     sample = next(iter(task.samples()))
     [row] = task.score(sample, Output(text=f" {sample.content.answers[1]}\n"))
     assert row.columns["rouge1" if metric == "rouge" else "f1"] == pytest.approx(100)
@@ -78,41 +81,45 @@ def test_a_right_answer_scores_100(tools, name, metric):
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind", needle.KINDS)
-def test_a_needle_lies_where_it_should(tools, kind, depth):
-    task = made("needle", tools, kinds=(kind,), lengths=(1500,), depths=(depth,), repeats=1)
+def test_a_needle_lies_where_it_should(resources, kind, depth):
+    task = make_task("needle", resources, kinds=(kind,), lengths=(1500,), depths=(depth,), repeats=1)
     [sample] = task.samples()
     ids = list(task.prompt(sample, None))
-    text = tools.tokenizer.decode(ids)
+    text = resources.tokenizer.decode(ids)
     place = text.index(sample.content.number)
     assert len(ids) == 1500
-    assert text.endswith(f"{needle.ASKED[kind]}\n")
+    assert text.endswith(f"{needle.QUESTION[kind]}\n")
     room = 1500 - len(needle.INTRO)
     assert abs((place - len(needle.INTRO)) / room - depth) < 0.15
     assert len(task.prompt(sample, 700)) == 700
-    assert (sample.content.number in tools.tokenizer.decode(task.prompt(sample, 700))) == (depth == 0.0)
+    assert (sample.content.number in resources.tokenizer.decode(task.prompt(sample, 700))) == (depth == 0.0)
 
 
 @pytest.mark.parametrize("text, right", [("It is 12345.", 1), ("1 2 3 4 5", 1), ("12354", 0), ("", 0)])
 def test_a_needle_is_found_if_the_number_is_said(text, right):
-    sample = needle.Sample("", "", needle.Hidden("passkey", 1000, 0.5, "12345", 0))
+    sample = needle.Sample("", "", needle.Needle("passkey", 1000, 0.5, "12345", 0))
     [row] = needle.score(sample, Output(text=text))
     assert row.columns["recall"] == right
     assert row.cell == {"kind": "passkey", "length": 1000, "depth": 0.5}
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_facts_are_told_first_and_asked_for_last(tools, template):
-    tools.tokenizer.chat_template = template
-    task = made("turns", tools, turns=(0, 3), tokens_per_turn=40, conversations=2)
+def test_facts_are_told_first_and_asked_for_last(resources, template):
+    resources.tokenizer.chat_template = template
+    task = make_task("turns", resources, turns=(0, 3), tokens_per_turn=40, conversations=2)
     samples = list(task.samples())
     assert [len(sample.content.pages) for sample in samples] == [0, 3, 0, 3]
-    long = tools.tokenizer.decode(task.prompt(samples[1], None))
-    talk = samples[1].content
-    assert long.index(talk.told) < min(long.index(page) for page in talk.pages) < long.index(talk.question)
-    assert long.endswith(talk.begun)
-    assert talk.answer in talk.told
-    assert turns.score(samples[1], Output(text=f"It is {talk.answer.lower()}!"))[0].columns["recall"] == 1
-    assert turns.score(samples[1], Output(text=f"{talk.answer}x"))[0].columns["recall"] == 0
+    long = resources.tokenizer.decode(task.prompt(samples[1], None))
+    conversation = samples[1].content
+    assert (
+        long.index(conversation.statement)
+        < min(long.index(page) for page in conversation.pages)
+        < long.index(conversation.question)
+    )
+    assert long.endswith(conversation.answer_start)
+    assert conversation.answer in conversation.statement
+    assert turns.score(samples[1], Output(text=f"It is {conversation.answer.lower()}!"))[0].columns["recall"] == 1
+    assert turns.score(samples[1], Output(text=f"{conversation.answer}x"))[0].columns["recall"] == 0
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_facts_are_told_first_and_asked_for_last(tools, template):
 def test_every_task_that_writes_runs_with_every_kind_of_policy(folder, tmp_path, name, settings):
     if name == "squality":
         pytest.importorskip("rouge_score", reason="the extra 'eval' is not installed")
-    records = go(name, folder, tmp_path / "r.jsonl", ["full", "baseline:450", "tova:32", "h2o:2000"], **settings)
+    records = run_task(name, folder, tmp_path / "r.jsonl", ["full", "baseline:450", "tova:32", "h2o:2000"], **settings)
     by = {(r.policy, r.metric, json.dumps(r.cell)): r for r in records}
     assert {r.policy for r in records} == {"full", "baseline:450", "tova:32", "h2o:2000"}
     for (policy, metric, cell), record in by.items():
@@ -135,7 +142,7 @@ def test_every_task_that_writes_runs_with_every_kind_of_policy(folder, tmp_path,
             assert record.value == by["full", metric, cell].value
 
 
-def test_extrapolation_counts_every_token_once(tools):
+def test_extrapolation_counts_every_token_once(resources):
     nll = torch.arange(1.0, 11.0).numpy()  # of tokens 1 to 10 of a text of 11
     rows = extrapolation.rows(nll, 5, "plain")
     assert [row.cell["position"] for row in rows] == [5, 10]
@@ -146,7 +153,7 @@ def test_extrapolation_counts_every_token_once(tools):
 
 def test_extrapolation_runs_all_positions_and_full_as_far_as_it_may(folder, tmp_path):
     settings = {"length": 900, "bin": 300, "positions": ["plain", "gaps", "relative"], "full_tokens": 650}
-    records = go("extrapolation", folder, tmp_path / "r.jsonl", ["full", "tova:64"], **settings)
+    records = run_task("extrapolation", folder, tmp_path / "r.jsonl", ["full", "tova:64"], **settings)
     cells = {(r.policy, r.cell["positions"], r.cell["position"]) for r in records}
     assert {c for c in cells if c[0] == "full"} == {("full", "plain", 300), ("full", "plain", 600)}
     assert {c[1] for c in cells if c[0] == "tova:64"} == {"plain", "gaps", "relative"}
@@ -201,8 +208,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         with self.server.lock:
             asked = body["messages"][-1]["content"]
-            prompt = Tools(self.server.model, self.server.tokenizer).chat("", asked, "", 1 << 30)
-            output = write(self.server.model, self.server.tokenizer, [prompt], "tova:64", body["max_tokens"])[0]
+            prompt = Resources(self.server.model, self.server.tokenizer).prompt("", asked, "", 1 << 30)
+            output = generate(self.server.model, self.server.tokenizer, [prompt], "tova:64", body["max_tokens"])[0]
             self.server.asked.append((asked, output.text))
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": output.text}}
         reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
@@ -220,10 +227,10 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     pytest.importorskip("openai", reason="the extra 'judge' is not installed")
-    made = Server(tiny_eval.model(), tiny_eval.tokenizer())
-    yield made
-    made.shutdown()
-    made.server_close()
+    judge_server = Server(tiny_eval.model(), tiny_eval.tokenizer())
+    yield judge_server
+    judge_server.shutdown()
+    judge_server.server_close()
 
 
 def test_a_pair_is_shown_twice_with_sides_swapped(server):
@@ -254,7 +261,7 @@ def test_a_judge_that_is_not_there_is_named():
 
 def test_stories_are_measured_and_judged(server, folder, tmp_path):
     settings = {"stories": 3, "new_tokens": 12, "temperature": 1.0, "judge_url": server.url, "judge_model": "tiny"}
-    records = go("story", folder, tmp_path / "r.jsonl", ["full", "tova:16"], **settings)
+    records = run_task("story", folder, tmp_path / "r.jsonl", ["full", "tova:16"], **settings)
     by = {(r.policy, r.metric): r for r in records}
     wins, ties, losses = (by["tova:16", name].value for name in judge.VERDICTS)
     assert wins + ties + losses == pytest.approx(1)

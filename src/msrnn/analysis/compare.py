@@ -1,46 +1,34 @@
-"""Two policies on the same texts: their difference, with an interval that resamples texts for both at once."""
+"""Two policies on the same texts: the gap between their perplexities, with a paired confidence interval."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..eval.record import Record
-
-DRAWS = 2000
-
-
-class Excess(NamedTuple):
-    """How much larger one perplexity is than another: 0.1 is 10 %."""
-
-    value: float
-    low: float | None
-    high: float | None
+from ..eval.statistics import Interval, bootstrap
 
 
-def excess(record: Record, reference: Record) -> Excess | None:
-    """Of a perplexity over the reference's, text by text; None where they were not measured on the same texts."""
-    shared = sorted(record.parts)
-    if not shared or shared != sorted(reference.parts):
+def perplexity_gap(record: Record, baseline: Record) -> Interval | None:
+    """How much larger one perplexity is than another, 0.1 for 10 %; None where the texts are not the same.
+
+    Texts are resampled for both at once, so what makes a text hard for both is not counted as a difference.
+    """
+    groups = sorted(record.parts)
+    if not groups or groups != sorted(baseline.parts):
         return None
-    ours, theirs = _columns(record, shared), _columns(reference, shared)
-    value = float(_ratio(ours.sum(0), theirs.sum(0)))
-    if len(shared) < 2:
-        return Excess(value, None, None)
-    chance = np.full(len(shared), 1 / len(shared))
-    picks = np.random.default_rng(record.seed).multinomial(len(shared), chance, size=DRAWS)
-    low, high = np.percentile(_ratio(picks @ ours, picks @ theirs), [2.5, 97.5])
-    return Excess(value, float(low), float(high))
+    columns = [
+        np.array([one.parts[group][name] for group in groups], dtype=np.float64)
+        for one in (record, baseline)
+        for name in ("nll", "tokens")
+    ]
+    return bootstrap(columns, _relative_gap, record.seed)
 
 
-def _columns(record: Record, groups: list[str]) -> NDArray[np.float64]:
-    """[groups, 2]: nats and tokens."""
-    return np.array([[record.parts[group][name] for name in ("nll", "tokens")] for group in groups], dtype=np.float64)
-
-
-def _ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[..., 2] each -> the ratio of the perplexities, less 1."""
-    made: NDArray[np.float64] = np.exp(ours[..., 0] / ours[..., 1] - theirs[..., 0] / theirs[..., 1]) - 1
-    return made
+def _relative_gap(sums: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """nats and tokens of a policy, then of the baseline -> the ratio of their perplexities, less 1."""
+    nll, tokens, baseline_nll, baseline_tokens = sums
+    gap: NDArray[np.float64] = np.exp(nll / tokens - baseline_nll / baseline_tokens) - 1
+    return gap

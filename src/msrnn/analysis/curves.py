@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..eval.record import Record
-from .compare import excess
+from .compare import perplexity_gap
 from .records import chosen, families
 from .style import Look, head, looks, name_lines, new_figure, plain, plain_log, save_figure, size_axis
 
@@ -102,7 +102,7 @@ def _excess_lines(axes: Axes, lines: dict[str, list[Record]], look: dict[str, Lo
 
 
 def _per_cent(record: Record, full: Record) -> Point | None:
-    found = excess(record, full)
+    found = perplexity_gap(record, full)
     if found is None:
         return None
     if found.low is None or found.high is None:

@@ -107,7 +107,7 @@ def check(policies: Sequence[str], readings: Sequence[Reading]) -> None:
     if not policies or not readings:
         raise ValueError("retention needs at least one text and one policy")
     for policy in policies:
-        sizes = entry(policy).sizes
+        sizes = [size for size in entry(policy).capacities if size is not None]
         if not sizes:
             raise ValueError(f"{policy} keeps everything, so there is nothing to see; use e.g. tova:256")
         short = [one for one in readings if len(one.ids) <= min(sizes) + 1]
@@ -124,11 +124,11 @@ def _trace(
     if path is not None and path.exists():
         known = Trace.load(path)
         same = known.tokens is not None and known.tokens[0].tolist() == reading.ids
-        same = same and known.policy == policy and known.notes.get("profile", "") == entry(policy).mark
+        same = same and known.policy == policy and known.notes.get("profile", "") == entry(policy).capacities_digest
         if same and known.notes.get("fingerprint") == fingerprint(model):
             return known
     made = read(model, reading.ids, policy, progress)
-    made.notes |= {"text": reading.name, "profile": entry(policy).mark}
+    made.notes |= {"text": reading.name, "profile": entry(policy).capacities_digest}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)

@@ -8,7 +8,7 @@ from html import escape
 
 from ..eval.record import Record
 from . import paper
-from .compare import excess
+from .compare import perplexity_gap
 from .kept import MEANING, ranked_classes
 from .records import brief, chosen, families
 from .style import conditions
@@ -112,7 +112,7 @@ def excess_table(records: Sequence[Record]) -> Table | None:
 
 
 def _excess_cell(record: Record | None, full: Record) -> Cell:
-    found = excess(record, full) if record else None
+    found = perplexity_gap(record, full) if record else None
     if found is None:
         return Cell("")
     span = "" if found.low is None or found.high is None else f"{100 * found.low:.3g} to {100 * found.high:.3g}"

@@ -1,46 +1,43 @@
-"""Which capacity is safe: the smallest one within a bound of the full model's perplexity, on a text of one's own.
+"""Which capacity is safe: the smallest one within a tolerance of the full model's perplexity, on the user's own text.
 
-Perplexity is taken to fall as capacity grows, so a bisection over a grid finds the smallest. A capacity is judged chunk
-by chunk against the full model on the same chunks, and reading stops when the interval has left the bound behind. What
-a capacity is worth in memory and speed follows from bytes alone, and nothing is timed here.
+Perplexity is assumed to fall as capacity grows, so a bisection over a grid finds the smallest. A capacity is compared
+with the full model chunk by chunk on the same chunks, and reading stops once the confidence interval lies on one side
+of the limit. What a capacity saves in memory and time follows from bytes; nothing is timed here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..eval.perplexity import piece_for
-from ..eval.scoring import token_nll
+from ..eval.perplexity import largest_piece, token_nll
+from ..eval.statistics import mean_interval
 from ..hf.cache import geometry
 from ..hf.cost import Cost, cost
 from ..policy import Plan, full, plan
-from .tolerance import Bound
+from .tolerance import Tolerance
 
 LEAST = 16  # slots: where the grid begins
 _PER_OCTAVE = 4
-_FEW = 3  # chunks that a decision needs at least
-# Student's t, two-sided 99 %, for 2, 3, ... degrees of freedom; the normal's 2.58 beyond
-_T99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.25, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898)
-OnRead = Callable[[str, int], object]  # told which policy reads, and how many tokens it has read
+OnChunks = Callable[[str, int], object]  # called with the policy and the number of tokens that it has read
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One capacity's mean loss over the full model (nats per token), its 99 % interval, and whether that is inside."""
+class Comparison:
+    """A capacity's mean loss above the full model's (nats per token), its 99 % interval, and whether it is allowed."""
 
     capacity: int
     mean: float
     low: float
     high: float
     chunks: int
-    inside: bool
+    within: bool
 
 
 def grid(length: int) -> list[int]:
@@ -50,43 +47,36 @@ def grid(length: int) -> list[int]:
     return [*sorted(size for size in sizes if size < length), length]
 
 
-class Reader:
-    """One text under the full model and under any policy, in chunks; what was read is not read again."""
+class Comparator:
+    """A text in chunks under the full model, which is read once, and under any policy, for comparison."""
 
-    def __init__(self, model: PreTrainedModel, chunks: Tensor, batch: int, told: OnRead | None = None) -> None:
-        self.model, self.batch = model, batch
-        self.chunks, self.told = chunks, told or (lambda who, tokens: None)
+    def __init__(self, model: PreTrainedModel, chunks: Tensor, batch: int, on_chunks: OnChunks | None = None) -> None:
+        self.model, self.batch, self.chunks = model, batch, chunks
+        self.on_chunks = on_chunks or (lambda policy, tokens: None)
         self.full = [loss for part in torch.split(chunks, batch) for loss in self._losses(part, None, "full")]
 
     @property
     def perplexity(self) -> float:
+        """The full model's."""
         return math.exp(fmean(self.full))
 
-    def judge(self, kind: str, capacity: int, limit: float) -> Verdict:
+    def compare(self, kind: str, capacity: int, limit: float) -> Comparison:
         """Read until the interval lies on one side of the limit, or to the end, where the mean decides."""
-        over: list[float] = []
-        made = sized(kind, capacity, len(geometry(self.model)))
+        differences: list[float] = []
+        policies = sized(kind, capacity, len(geometry(self.model)))
         for part in torch.split(self.chunks, self.batch):
-            losses = self._losses(part, made, f"{kind} at {capacity}")
-            over += [loss - full for loss, full in zip(losses, self.full[len(over) :], strict=False)]
-            low, high = interval(over)
+            losses = self._losses(part, policies, f"{kind} at {capacity}")
+            differences += [loss - full for loss, full in zip(losses, self.full[len(differences) :], strict=False)]
+            low, high = mean_interval(differences)
             if high < limit or low > limit:
                 break
-        return Verdict(capacity, fmean(over), low, high, len(over), fmean(over) <= limit)
+        mean = fmean(differences)
+        return Comparison(capacity, mean, low, high, len(differences), mean <= limit)
 
-    def _losses(self, part: Tensor, policy: Plan | None, who: str) -> list[float]:
-        losses = token_nll(self.model, part, policy, piece=piece_for(self.model, len(part)))
-        self.told(who, part.numel())
+    def _losses(self, part: Tensor, policy: Plan | None, name: str) -> list[float]:
+        losses = token_nll(self.model, part, policy, piece=largest_piece(self.model, len(part)))
+        self.on_chunks(name, part.numel())
         return [float(mean) for mean in losses.double().mean(1)]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the mean, 99 %, by Student's t over chunks; everything while they are few."""
-    if len(values) < _FEW:
-        return -math.inf, math.inf
-    degrees = len(values) - 1
-    wide = (_T99[degrees - 2] if degrees - 2 < len(_T99) else 2.6) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - wide, fmean(values) + wide
 
 
 def sized(kind: str, capacity: int, layers: int) -> Plan:
@@ -95,25 +85,25 @@ def sized(kind: str, capacity: int, layers: int) -> Plan:
     return plan(f"{name}:{capacity}{comma}{rest}", layers)
 
 
-def smallest(reader: Reader, kind: str, bound: Bound) -> Verdict:
-    """The smallest capacity of the grid that is inside the bound, by bisection. A whole sequence always is."""
-    length = reader.chunks.shape[1]
-    sizes, limit = _possible(reader, kind, length), bound.nats(reader.perplexity)
-    found = Verdict(length, 0.0, 0.0, 0.0, 0, True)
+def smallest(comparator: Comparator, kind: str, tolerance: Tolerance) -> Comparison:
+    """The smallest capacity of the grid within the tolerance, by bisection. A whole sequence always is."""
+    length = comparator.chunks.shape[1]
+    sizes, limit = _possible_sizes(comparator, kind, length), tolerance.nats(comparator.perplexity)
+    best = Comparison(length, 0.0, 0.0, 0.0, 0, True)
     low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high) // 2
-        verdict = reader.judge(kind, sizes[middle], limit)
-        if verdict.inside:
-            found, high = verdict, middle
+        comparison = comparator.compare(kind, sizes[middle], limit)
+        if comparison.within:
+            best, high = comparison, middle
         else:
             low = middle + 1
-    return found
+    return best
 
 
-def _possible(reader: Reader, kind: str, length: int) -> list[int]:
+def _possible_sizes(comparator: Comparator, kind: str, length: int) -> list[int]:
     """The grid without capacities that the kind cannot have (fewer slots than it protects, outside a profile)."""
-    sizes, layers = grid(length), len(geometry(reader.model))
+    sizes, layers = grid(length), len(geometry(comparator.model))
     if length < LEAST:
         raise ValueError(f"sequences of {length} tokens are too short to bound; use at least {LEAST}")
 
@@ -123,47 +113,50 @@ def _possible(reader: Reader, kind: str, length: int) -> list[int]:
         except ValueError:
             return False
 
-    found = [size for size in sizes[:-1] if possible(size)]
-    if not found:
-        sized(kind, sizes[len(sizes) // 2], layers)  # what no size can mend is said in its own words
-    return [*found, length]
+    smaller = [size for size in sizes[:-1] if possible(size)]
+    if not smaller:
+        sized(kind, sizes[len(sizes) // 2], layers)  # re-raise the original error
+    return [*smaller, length]
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What a plan is worth: bytes per sequence, largest batches, and the bytes' bound on how much faster it decodes.
+class Savings:
+    """What a plan saves: bytes per sequence, largest batches, and an upper bound on how much faster it decodes.
 
     A decoding step reads the weights once and every sequence's state: time is at least their bytes over the memory's
     bandwidth, which cancels out of the ratio.
     """
 
-    price: Cost
+    cost: Cost
     weights: int
     memory: int
 
     @property
     def batches(self) -> tuple[int, int]:
-        return self.price.largest_batch(max(0, self.memory - self.weights))
+        """The largest batch with the plan, and with full caches."""
+        return self.cost.largest_batch(max(0, self.memory - self.weights))
 
     @property
-    def single_gain(self) -> float:
-        """Speed at batch 1, bounded over full."""
-        return (self.weights + self.price.full) / (self.weights + self.price.state)
+    def single_speedup(self) -> float:
+        """Over full, at batch 1."""
+        return (self.weights + self.cost.full) / (self.weights + self.cost.state)
 
     @property
-    def batch_gain(self) -> float | None:
-        """Tokens a second over all sequences, each at its largest batch; None where not even one full cache fits."""
+    def batch_speedup(self) -> float | None:
+        """In tokens a second over all sequences, each at its largest batch; None where not one full cache fits."""
         bounded, full = self.batches
         if not full:
             return None
-        ours, theirs = self.weights + bounded * self.price.state, self.weights + full * self.price.full
-        return bounded / ours / (full / theirs)
+        bounded_bytes, full_bytes = (
+            self.weights + batch * state for batch, state in ((bounded, self.cost.state), (full, self.cost.full))
+        )
+        return bounded / bounded_bytes / (full / full_bytes)
 
 
-def worth(reader: Reader, kind: str, capacity: int, memory: int) -> Worth:
-    """Of a kind at a capacity, for sequences as long as the reader's chunks."""
-    model, length = reader.model, reader.chunks.shape[1]
+def savings(comparator: Comparator, kind: str, capacity: int, memory: int) -> Savings:
+    """Of a kind at a capacity, for sequences as long as the comparator's chunks."""
+    model, length = comparator.model, comparator.chunks.shape[1]
     layers = geometry(model)
-    made = plan(full(), len(layers)) if capacity >= length else sized(kind, capacity, len(layers))
+    policies = plan(full(), len(layers)) if capacity >= length else sized(kind, capacity, len(layers))
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return Worth(cost(layers, made, model.dtype, length), weights, memory)
+    return Savings(cost(layers, policies, model.dtype, length), weights, memory)

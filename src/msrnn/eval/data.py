@@ -1,6 +1,6 @@
-"""Where texts come from: a folder laid out like the one in `layout`, or the `datasets` library by public names.
+"""Texts of the tasks: from a folder with the files of `LAYOUT`, or from the `datasets` library.
 
-A file that is missing or malformed is named, with its line.
+Errors name the missing or malformed file, and its line.
 """
 
 from __future__ import annotations
@@ -64,44 +64,46 @@ def squality(folder: str | None) -> Iterator[Question]:
             where = f"{path}:{number}"
             name = str(_field(line, "metadata", dict, where).get("passage_id", number))
             document = _field(line, "document", str, where)
-            for asked in _field(line, "questions", list, where):
-                answers = [_field(one, "response_text", str, where) for one in _field(asked, "responses", list, where)]
-                yield Question(name, document, _field(asked, "question_text", str, where), answers)
+            for question in _field(line, "questions", list, where):
+                responses = _field(question, "responses", list, where)
+                answers = [_field(response, "response_text", str, where) for response in responses]
+                yield Question(name, document, _field(question, "question_text", str, where), answers)
 
 
 def qasper(folder: str | None) -> Iterator[Question]:
     """QASPER as L-Eval packs it; a question asked twice about one paper is one question with two right answers."""
     if folder is None:
-        yield from _merged([_scrolls(row) for row in _hub("qasper")])
+        yield from _merge([_scrolls(row) for row in _hub("qasper")])
         return
     for path in _files(folder, "qasper", "*.jsonl"):
         for number, line in _lines(path):
             where = f"{path}:{number}"
-            asked, said = _field(line, "instructions", list, where), _field(line, "outputs", list, where)
-            if len(asked) != len(said):
-                raise ValueError(f"{where}: {len(asked)} instructions but {len(said)} outputs")
+            questions, answers = _field(line, "instructions", list, where), _field(line, "outputs", list, where)
+            if len(questions) != len(answers):
+                raise ValueError(f"{where}: {len(questions)} instructions but {len(answers)} outputs")
             document = _field(line, "input", str, where)
-            pairs = zip(asked, said, strict=True)
-            yield from _merged([Question(f"{path.stem}:{number}", document, q, [a]) for q, a in pairs])
+            pairs = zip(questions, answers, strict=True)
+            yield from _merge([Question(f"{path.stem}:{number}", document, q, [a]) for q, a in pairs])
 
 
-def _merged(questions: list[Question]) -> list[Question]:
-    merged: dict[tuple[str, str], Question] = {}
-    for one in questions:
-        known = merged.setdefault((one.document, one.question.strip()), one)
-        if known is not one:
-            known.answers.extend(one.answers)
-    return list(merged.values())
+def _merge(questions: list[Question]) -> list[Question]:
+    """Questions asked twice about one document as one, with the answers of both."""
+    by_text: dict[tuple[str, str], Question] = {}
+    for question in questions:
+        first = by_text.setdefault((question.document, question.question.strip()), question)
+        if first is not question:
+            first.answers.extend(question.answers)
+    return list(by_text.values())
 
 
 def _files(folder: str, name: str, pattern: str) -> list[Path]:
-    place = Path(folder) / name
-    if not place.is_dir():
-        raise ValueError(f"there is no folder {place}; --data needs a folder with {LAYOUT}")
-    found = sorted(place.glob(pattern))
-    if not found:
-        raise ValueError(f"{place} has no {pattern}; --data needs a folder with {LAYOUT}")
-    return found
+    subfolder = Path(folder) / name
+    if not subfolder.is_dir():
+        raise ValueError(f"there is no folder {subfolder}; --data needs a folder with {LAYOUT}")
+    files = sorted(subfolder.glob(pattern))
+    if not files:
+        raise ValueError(f"{subfolder} has no {pattern}; --data needs a folder with {LAYOUT}")
+    return files
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -118,7 +120,7 @@ def _field(line: Any, name: str, kind: type, where: str) -> Any:
 
 
 def _scrolls(row: dict[str, Any]) -> Question:
-    """A row of ZeroSCROLLS, whose `input` holds document and question at given places."""
+    """A row of ZeroSCROLLS, whose `input` holds document and question at the indices beside it."""
     text = row["input"]
     document = text[row["document_start_index"] : row["document_end_index"]]
     query = text[row["query_start_index"] : row["query_end_index"]]

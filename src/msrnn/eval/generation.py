@@ -1,4 +1,4 @@
-"""What a policy writes after each prompt of a batch: greedy, or sampled so that a story depends on its seed alone."""
+"""Generation after a batch of prompts: greedy, or sampled so that a row depends on its own seed alone."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..engine.engine import Engine, Request
 from ..policy import PolicyLike
-from .perplexity import empty
+from .perplexity import new_cache
 from .task import Output
 
 
-class SeededNoise(LogitsProcessor):  # type: ignore[misc]
-    """Gumbel noise makes the likeliest token a fair sample; each row has its own source, whoever shares the batch."""
+class GumbelNoise(LogitsProcessor):  # type: ignore[misc]
+    """With Gumbel noise the argmax is a fair sample; each row has its own generator, whatever else is in the batch."""
 
     def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
         self.temperature = temperature
-        self.sources = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         noise = [torch.empty_like(row, dtype=torch.float32) for row in scores]
-        for row, source in zip(noise, self.sources, strict=True):
-            row.exponential_(generator=source)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
         return scores.float() / self.temperature - torch.stack(noise).log()
 
 
-def write(
+def generate(
     model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
@@ -40,18 +40,18 @@ def write(
     seeds: Sequence[int] = (),
     engine: bool | None = None,
 ) -> list[Output]:
-    """At most `tokens` new ones after each prompt; without a policy, everything is kept.
+    """At most `tokens` new ones after each prompt; without a policy, the state is full.
 
-    `engine`: by msrnn's own engine, or by transformers' `generate`; None means the engine on a GPU, where it is faster.
+    `engine`: msrnn's own engine, or transformers' `generate`; None means the engine on a GPU, where it is faster.
     """
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
-    by = _by_engine if (on_gpu if engine is None else engine) else _by_generate
-    made = by(model, prompts, policy, tokens, temperature, list(seeds) or [0] * len(prompts))
-    ends = _ends(model)
-    return [_output(tokenizer, row, ends) for row in made]
+    backend = _with_engine if (on_gpu if engine is None else engine) else _with_transformers
+    rows = backend(model, prompts, policy, tokens, temperature, list(seeds) or [0] * len(prompts))
+    eos = _eos_ids(model)
+    return [_output(tokenizer, row, eos) for row in rows]
 
 
-def _by_engine(
+def _with_engine(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     policy: PolicyLike | None,
@@ -59,15 +59,15 @@ def _by_engine(
     temperature: float,
     seeds: Sequence[int],
 ) -> list[list[int]]:
-    room = max(map(len, prompts)) + tokens
-    engine = Engine(model, policy or "full", batch=len(prompts), length=None if policy else room)
+    length = max(map(len, prompts)) + tokens
+    engine = Engine(model, policy or "full", batch=len(prompts), length=None if policy else length)
     pairs = zip(prompts, seeds, strict=True)
-    asked = [Request(prompt, tokens, temperature, seed=seed) for prompt, seed in pairs]
-    return [done.tokens for done in sorted(engine.run(asked), key=lambda done: done.index)]
+    requests = [Request(prompt, tokens, temperature, seed=seed) for prompt, seed in pairs]
+    return [finished.tokens for finished in sorted(engine.run(requests), key=lambda finished: finished.index)]
 
 
 @torch.no_grad()
-def _by_generate(
+def _with_transformers(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     policy: PolicyLike | None,
@@ -77,29 +77,29 @@ def _by_generate(
 ) -> list[list[int]]:
     """One batch, padded on the left."""
     device = model.get_input_embeddings().weight.device
-    filler = model.generation_config.pad_token_id or 0
-    ids, mask = pad_left(prompts, filler)
-    noise = [SeededNoise(seeds, temperature, device)] if temperature > 0 else []
-    made = model.generate(
+    padding = model.generation_config.pad_token_id or 0
+    ids, mask = pad_left(prompts, padding)
+    noise = [GumbelNoise(seeds, temperature, device)] if temperature > 0 else []
+    output = model.generate(
         ids.to(device),
         attention_mask=mask.to(device),
-        past_key_values=empty(model, policy),
+        past_key_values=new_cache(model, policy),
         max_new_tokens=tokens,
         do_sample=False,
         temperature=None,
         top_p=None,
         top_k=None,
-        pad_token_id=filler,
+        pad_token_id=padding,
         logits_processor=LogitsProcessorList(noise),
     )
-    new: list[list[int]] = made[:, ids.shape[1] :].tolist()
+    new: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return new
 
 
-def pad_left(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+def pad_left(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
     """ids [B, T] and mask [B, T]: 1 for a token, 0 for padding, which stands on the left."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), filler, dtype=torch.long)
+    ids = torch.full((len(prompts), width), padding, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
@@ -107,13 +107,13 @@ def pad_left(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Ten
     return ids, mask
 
 
-def _ends(model: PreTrainedModel) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set() if ends is None else set(ends) if isinstance(ends, list) else {int(ends)}
+def _eos_ids(model: PreTrainedModel) -> set[int]:
+    eos = model.generation_config.eos_token_id
+    return set() if eos is None else set(eos) if isinstance(eos, list) else {int(eos)}
 
 
-def _output(tokenizer: Any, ids: list[int], ends: set[int]) -> Output:
-    """What was written before the end token; after it there is padding only."""
-    stop = next((place for place, one in enumerate(ids) if one in ends), None)
-    kept = ids[:stop]
-    return Output(ids=kept, text=tokenizer.decode(kept, skip_special_tokens=True), ended=stop is not None)
+def _output(tokenizer: Any, ids: list[int], eos: set[int]) -> Output:
+    """The tokens before the first EOS; after it there is only padding."""
+    stop = next((place for place, token in enumerate(ids) if token in eos), None)
+    new = ids[:stop]
+    return Output(ids=new, text=tokenizer.decode(new, skip_special_tokens=True), ended=stop is not None)

@@ -1,4 +1,4 @@
-"""A judge of stories behind any OpenAI-compatible endpoint: which of two is better, asked twice with sides swapped."""
+"""An LLM judge behind any OpenAI-compatible endpoint: which of two stories is better; asked twice, sides swapped."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ class Judge:
         """`A`, `B` or `tie`; an answer that is none of them is a tie."""
         from openai import OpenAIError
 
-        asked = QUESTION.format(request=request, a=a, b=b)
+        question = QUESTION.format(request=request, a=a, b=b)
         try:
-            said = self.client.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": asked}], temperature=0, max_tokens=8
+            reply = self.client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=8
             )
         except OpenAIError as error:
             raise ValueError(f"the judge at {self.client.base_url} does not answer: {error}") from error
-        return verdict(said.choices[0].message.content or "")
+        return verdict(reply.choices[0].message.content or "")
 
 
 def verdict(answer: str) -> str:
-    found = re.match(r"\W*(?:story\s+)?(a|b)\b", answer.strip(), re.IGNORECASE)
-    return found[1].upper() if found else "tie"
+    """`A`, `B` or `tie`, from the words of the judge."""
+    match = re.match(r"\W*(?:story\s+)?(a|b)\b", answer.strip(), re.IGNORECASE)
+    return match[1].upper() if match else "tie"

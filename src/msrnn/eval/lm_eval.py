@@ -19,15 +19,16 @@ from transformers import PreTrainedModel
 from ..hf.cache import cache
 from ..hf.load import load
 from ..policy import PolicyLike
-from .generation import pad_left, write
-from .scoring import token_nll
+from ..system.console import progress
+from .generation import generate, pad_left
+from .perplexity import token_nll
 
 Request = tuple[Any, list[int], list[int]]
 
 
 @register_model("msrnn")
 class BoundedLM(TemplateLM):  # type: ignore[misc]
-    """`pretrained` is a name as for `msrnn.load` or a loaded model, with its tokenizer beside it."""
+    """`pretrained` is a name as for `msrnn.load` or a loaded model, given together with its tokenizer."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class BoundedLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """BOS, or else EOS: the context of a text that has none."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
@@ -80,42 +81,42 @@ class BoundedLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        begun = bool(self.tokenizer.bos_token) and string.startswith(self.tokenizer.bos_token)
-        special = not begun if add_special_tokens is None else add_special_tokens
+        has_bos = bool(self.tokenizer.bos_token) and string.startswith(self.tokenizer.bos_token)
+        special = not has_bos if add_special_tokens is None else add_special_tokens
         ids: list[int] = self.tokenizer(string, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _loglikelihood_tokens(self, requests: list[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The logarithm of each continuation's probability after its context, and whether greedy decoding gives it."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for batch in _batches(order, self.batch_size, "likelihood", disable_tqdm):
             pairs = [requests[index][1:] for index in batch]
             for index, answer in zip(batch, self._likelihoods(pairs), strict=True):
-                found[index] = answer
-        return found
+                answers[index] = answer
+        return answers
 
     @torch.no_grad()
     def _likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[float, bool]]:
-        """One forward for a batch, padded on the left; logits for the longest continuation only."""
+        """One forward pass for a batch, padded on the left; logits for the longest continuation only."""
         ids, mask = (part.to(self.device) for part in pad_left([(a + b)[:-1] for a, b in pairs], self.eot_token_id))
-        kept = max(1, *(len(continuation) for _, continuation in pairs))
+        longest = max(1, *(len(continuation) for _, continuation in pairs))
         logits = self.model(
             ids,
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=cache(self.model, self.policy),
             use_cache=True,
-            logits_to_keep=kept,
+            logits_to_keep=longest,
         ).logits
         for row, (_, continuation) in zip(logits, pairs, strict=True):
-            chances = row[row.shape[0] - len(continuation) :].float().log_softmax(-1)
-            wanted = torch.tensor(continuation, device=chances.device)
-            total = float(chances.gather(1, wanted[:, None]).double().sum())
-            yield total, bool((chances.argmax(-1) == wanted).all())
+            log_probs = row[row.shape[0] - len(continuation) :].float().log_softmax(-1)
+            targets = torch.tensor(continuation, device=log_probs.device)
+            total = float(log_probs.gather(1, targets[:, None]).double().sum())
+            yield total, bool((log_probs.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, each read in one go from an empty state: no windows."""
+        """The log-likelihood of whole texts, each read from an empty state without windows."""
         totals = []
         for batch in _batches(requests, 1, "texts", disable_tqdm):
             ids = self.tok_encode(batch[0].args[0], add_special_tokens=False)
@@ -128,12 +129,13 @@ class BoundedLM(TemplateLM):  # type: ignore[misc]
         answers: list[str] = []
         for batch in _batches(requests, 1, "answers", disable_tqdm):
             context, settings = batch[0].args
-            hot = float(settings.get("temperature", 0.0) or 0.0) if settings.get("do_sample") else 0.0
+            temperature = float(settings.get("temperature", 0.0) or 0.0) if settings.get("do_sample") else 0.0
             tokens = int(settings.get("max_gen_toks", self.max_gen_toks))
             prompt = self.tok_encode(context) or [self.prefix_token_id]
-            seeds = [len(answers)] if hot else []
-            made = write(self.model, self.tokenizer, [prompt], self.policy, tokens, temperature=hot, seeds=seeds)
-            answers.append(_until(made[0].text, settings.get("until") or []))
+            seeds = [len(answers)] if temperature else []
+            options: dict[str, Any] = {"temperature": temperature, "seeds": seeds}
+            outputs = generate(self.model, self.tokenizer, [prompt], self.policy, tokens, **options)
+            answers.append(_until(outputs[0].text, settings.get("until") or []))
         return answers
 
 
@@ -144,10 +146,10 @@ def _until(text: str, stops: str | Sequence[str]) -> str:
 
 
 def _batches(items: Sequence[Any], size: int, name: str, quiet: bool) -> Iterator[Sequence[Any]]:
-    from tqdm import tqdm
-
-    for start in tqdm(range(0, len(items), size), desc=name, disable=quiet):
-        yield items[start : start + size]
+    with progress(len(items), name, "request", quiet) as bar:
+        for start in range(0, len(items), size):
+            yield items[start : start + size]
+            bar.update(min(size, len(items) - start))
 
 
 if __name__ == "__main__":

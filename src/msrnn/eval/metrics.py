@@ -1,26 +1,27 @@
-"""From scores to numbers with intervals. ROUGE and F1 come from the libraries people compare with."""
+"""Metrics over summed columns, with confidence intervals. ROUGE and F1 come from the libraries people compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .statistics import Interval, bootstrap
 from .task import Metric, Sums
 
-DRAWS = 2000
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def perplexity() -> Metric:
-    """exp(nats / tokens), both summed over everything: long texts weigh more than short ones."""
+    """exp(nats / tokens), both summed over all texts: a long text weighs more than a short one."""
     return Metric("perplexity", lambda sums: np.exp(sums["nll"] / sums["tokens"]))
 
 
 def mean(name: str, column: str | None = None, over: str = "count") -> Metric:
+    """The sum of a column (the metric's own name unless given) over the sum of another."""
     return Metric(name, lambda sums: sums[column or name] / sums[over])
 
 
@@ -36,30 +37,19 @@ def geometric_rouge() -> Metric:
     return Metric("rouge", value)
 
 
-def interval(
-    parts: Mapping[str, Mapping[str, float]], metric: Metric, seed: int, draws: int = DRAWS
-) -> tuple[float, float | None, float | None]:
-    """The value over all groups, and the 95 % bootstrap interval from resampling whole groups."""
-    table = _table(parts)
-    value = float(metric.value({name: column.sum(keepdims=True) for name, column in table.items()})[0])
-    groups = len(parts)
-    if groups < 2:
-        return value, None, None
-    picks = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=draws)
-    with np.errstate(all="ignore"):
-        drawn = metric.value({name: picks @ column for name, column in table.items()})
-    low, high = np.nanpercentile(drawn, [2.5, 97.5])
-    return value, float(low), float(high)
+def interval(parts: Mapping[str, Mapping[str, float]], metric: Metric, seed: int) -> Interval:
+    """The metric over all groups, with a 95 % interval from resampling whole groups.
 
-
-def _table(parts: Mapping[str, Mapping[str, float]]) -> dict[str, NDArray[np.float64]]:
+    `parts` has the summed columns of each group; a column that a group lacks counts as 0.
+    """
     names = sorted({name for part in parts.values() for name in part})
-    order = sorted(parts)  # so that a seed means the same whatever came first
-    return {name: np.array([parts[group].get(name, 0.0) for group in order], dtype=np.float64) for name in names}
+    groups = sorted(parts)  # so that a seed means the same whatever came first
+    columns = [np.array([parts[group].get(name, 0.0) for group in groups], dtype=np.float64) for name in names]
+    return bootstrap(columns, lambda sums: metric.value(dict(zip(names, sums, strict=True))), seed)
 
 
 def rouge(answer: str, references: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, -2 and -L (F), 0 to 100, each against the reference that suits it best."""
+    """ROUGE-1, -2 and -L (F), 0 to 100, each against the best of the references."""
     scorer = _scorer()
     scores = [scorer.score(reference, answer) for reference in references]
     return {name: 100 * max(score[name].fmeasure for score in scores) for name in ROUGE}
@@ -81,6 +71,3 @@ def f1(answer: str, references: Sequence[str]) -> float:
     if not normalize_answer(answer):
         return 0.0  # QASPER has no empty answers; SQuAD would count one as agreement with another
     return float(100 * max(compute_f1(reference, answer) for reference in references))
-
-
-Scorer = Callable[[str, Sequence[str]], float]

@@ -1,7 +1,7 @@
-"""Records: what was measured, how sure it is and under which conditions, one JSON line each, added and never edited.
+"""Records: a measured value, its confidence interval and its conditions, one JSON line each, appended, never edited.
 
-Whatever draws or tabulates reads records and nothing else. `parts` has the sums a value was made from, by the groups
-it was resampled over (books, stories), so that two policies can be compared pair by pair afterwards.
+Figures and tables read records and nothing else. `parts` has the sums behind a value by group (books, stories), so
+that two policies can be compared afterwards, paired by group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Cell = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class Record:
-    """`value` lies between `low` and `high` with 95 % confidence; both are None where there is one group only.
+    """`value` lies between `low` and `high` with 95 % confidence; both are None where there is only one group.
 
     `cell` says which part of the task this is, where it has parts: {"length": 2048, "depth": 0.5}. `capacity` is None
     for `full`. `seconds` and `peak_bytes` are of all samples of this policy together and of the worst batch.
@@ -50,27 +50,26 @@ class Record:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes a record another one than those before it."""
+        """Two records with the same key are one measurement."""
         return (self.run, self.policy, self.metric, json.dumps(self.cell, sort_keys=True), self.samples, self.value)
 
 
 def write_records(path: str | Path, records: Iterable[Record]) -> list[Record]:
-    """Add the records that the file does not have yet; those."""
-    known = {record.key for record in read_records(path)} if Path(path).exists() else set()
-    new = [record for record in records if record.key not in known]
+    """Append the records that the file does not have yet, and return those."""
+    keys = {record.key for record in read_records(path)} if Path(path).exists() else set()
+    new = [record for record in records if record.key not in keys]
     if new:
         append_lines(path, (asdict(record) for record in new))
     return new
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """All records of a file; a line that is none is named."""
+    """All records of a file; the error for a line that is not one names it."""
     return [_record(path, number, line) for number, line in read_lines(path)]
 
 
 def _record(path: str | Path, number: int, line: Mapping[str, Any]) -> Record:
-    known = {f.name for f in fields(Record)}
-    unknown = sorted(set(line) - known)
+    unknown = sorted(set(line) - {f.name for f in fields(Record)})
     if unknown:
         raise ValueError(f"{path}:{number}: not a record of this version: it has the field {unknown[0]!r}")
     try:
@@ -80,19 +79,19 @@ def _record(path: str | Path, number: int, line: Mapping[str, Any]) -> Record:
 
 
 def append_lines(path: str | Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Add JSON lines, and come back when they are on the disk. A line that a crash cut short before is removed."""
+    """Append JSON lines; they are on the disk when this returns. An incomplete last line (a crash) is removed first."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
     with target.open("ab+") as file:
-        _drop_cut_line(file)
+        _drop_incomplete_line(file)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _drop_cut_line(file: Any) -> None:
-    """A process killed in the middle of a line leaves it without its end; what stood before is whole."""
+def _drop_incomplete_line(file: Any) -> None:
+    """A process killed in the middle of a line leaves it without a newline; the lines before it are complete."""
     size = file.seek(0, os.SEEK_END)
     end = size
     while end > 0:
@@ -108,7 +107,7 @@ def _drop_cut_line(file: Any) -> None:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects; a last line without its end was cut short and is left out."""
+    """Line numbers and objects; a last line without a newline is incomplete and left out."""
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
@@ -117,7 +116,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """One line of JSON that holds an object; `where` is named if it does not."""
+    """The object in one line of JSON; the error names `where` if there is none."""
     try:
         line = json.loads(raw)
     except ValueError as error:

@@ -1,17 +1,16 @@
 """A run: every policy on every sample, batch by batch, into a log that survives a kill; then the log into records.
 
-All policies take a batch before the next one comes, so the data are read and tokenized once, and what a stopped run
-leaves behind compares policies on the same samples. Batches go round the groups: a part of a run is a fair part.
+All policies take a batch before the next batch, so data are read and tokenized once, and a run that was stopped
+compares policies on the same samples. Batches go round the groups, so a part of a run is a fair sample of it.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,21 @@ from transformers import PreTrainedModel
 
 from ..hf.cost import Peak
 from ..rnn import fingerprint
+from ..system.console import progress
 from ..system.provenance import command, commit, machine, now, versions
 from . import metrics, positions, tasks
 from .experiment import Entry, Experiment
-from .generation import write
-from .prompts import Tools
+from .generation import generate
+from .perplexity import short_context_nll, token_nll
+from .prompts import Resources
 from .record import Record, write_records
-from .sample_log import Done, Log, alone, digest, run_key
-from .scoring import short_nll, token_nll
+from .sample_log import SampleLog, SampleResult, exclusive, ids_digest, run_key
 from .task import Output, Row, Sample, Task
 
 
 @dataclass(frozen=True)
-class Work:
-    """A sample with its prompt."""
+class Prompt:
+    """A sample with the ids of its prompt."""
 
     sample: Sample
     ids: NDArray[np.int32]
@@ -51,27 +51,27 @@ def run(
     minutes: float | None = None,
     quiet: bool = False,
 ) -> list[Record]:
-    """Do what the log beside `out` does not have yet, and add the records of all that is done to `out`.
+    """Measure what the log beside `out` does not have yet, and append the records of everything measured to `out`.
 
-    With `minutes`, no batch is begun after that time.
+    With `minutes`, no batch is started after that time.
     """
-    tools = Tools(model, tokenizer, experiment.data, experiment.seed)
-    task: Task = tasks.module(experiment.task).task(experiment.settings, tools)
+    resources = Resources(model, tokenizer, experiment.data, experiment.seed)
+    task: Task = tasks.module(experiment.task).task(experiment.settings, resources)
     path = Path(out).with_suffix(".samples.jsonl")
-    with alone(path):
-        log = Log.open(path, run_key(_decisive(experiment, model)))
-        tools.told = log.written
-        bench = Bench(task, tools, log, experiment.batch, deadline(minutes), experiment.engine)
-        works = bench.works(experiment.limit)
+    with exclusive(path):
+        log = SampleLog.open(path, run_key(_deciding_settings(experiment, model)))
+        resources.earlier_output = log.output
+        runner = Runner(task, resources, log, experiment.batch, deadline(minutes), experiment.engine)
+        prompts = runner.prompts(experiment.limit)
         entries = experiment.entries()
-        bench.go(entries, works, quiet)
-        records = list(bench.records(experiment, entries, works))
+        runner.run(entries, prompts, quiet)
+        records = list(runner.records(experiment, entries, prompts))
         write_records(out, records)
         return records
 
 
-def free() -> None:
-    """Give memory back to the GPU, that of objects in cycles too."""
+def release_memory() -> None:
+    """Give memory back to the GPU, that of objects in reference cycles too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -81,8 +81,8 @@ def deadline(minutes: float | None) -> float:
     return float("inf") if minutes is None else time.monotonic() + 60 * minutes
 
 
-def _decisive(experiment: Experiment, model: PreTrainedModel) -> dict[str, Any]:
-    """What decides the numbers of a run, beside the prompts: those are known by their digests."""
+def _deciding_settings(experiment: Experiment, model: PreTrainedModel) -> dict[str, Any]:
+    """Everything that decides the numbers of a run, except the prompts: those are known by their digests."""
     return {
         "task": experiment.task,
         "settings": asdict(experiment.settings),
@@ -93,212 +93,217 @@ def _decisive(experiment: Experiment, model: PreTrainedModel) -> dict[str, Any]:
 
 
 @dataclass
-class Bench:
+class Runner:
     """A task on a model, with the log it writes to."""
 
     task: Task
-    tools: Tools
-    log: Log
+    resources: Resources
+    log: SampleLog
     batch: int
-    until: float = float("inf")
+    deadline: float = float("inf")
     engine: bool | None = None
 
-    def works(self, limit: int | None) -> list[Work]:
-        """All samples with their prompts, in turns from every group; with a limit, so many of them."""
-        samples = in_turns(self.task.samples())[:limit]
+    def prompts(self, limit: int | None) -> list[Prompt]:
+        """All samples with their prompts, round the groups; with a limit, so many of them."""
+        samples = round_robin(self.task.samples())[:limit]
         if not samples:
             raise ValueError(f"{self.task.name} has no samples: the texts are too short for these settings")
-        prompts = [np.asarray(self.task.prompt(sample, None), dtype=np.int32) for sample in samples]
-        pairs = zip(samples, prompts, strict=True)
-        return [Work(sample, ids, digest(ids.tolist())) for sample, ids in pairs]
+        ids = [np.asarray(self.task.prompt(sample, None), dtype=np.int32) for sample in samples]
+        return [Prompt(sample, part, ids_digest(part.tolist())) for sample, part in zip(samples, ids, strict=True)]
 
-    def todo(self, entry: Entry, works: Iterable[Work]) -> list[Work]:
-        """Those that this policy takes and has not done."""
-        mine = (work for work in works if takes(entry, work.sample))
-        return [work for work in mine if not self.log.has(entry.label, work.sample.id, work.digest + entry.mark)]
+    def pending(self, entry: Entry, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Those that apply to this policy and are not in the log."""
+        applicable = (prompt for prompt in prompts if applies(entry, prompt.sample))
+        return [one for one in applicable if not self.log.has(entry.label, one.sample.id, _key(entry, one.digest))]
 
-    def go(self, entries: Sequence[Entry], works: Sequence[Work], quiet: bool) -> None:
-        left = sum(len(work.ids) for entry in entries for work in self.todo(entry, works))
-        if not left or time.monotonic() >= self.until:
+    def run(self, entries: Sequence[Entry], prompts: Sequence[Prompt], quiet: bool) -> None:
+        tokens = sum(len(prompt.ids) for entry in entries for prompt in self.pending(entry, prompts))
+        if not tokens or time.monotonic() >= self.deadline:
             return
-        self.log.begin(self._where())
-        with _bar(left, self.task.name, quiet) as bar:
-            for batch in batches(works, self.batch, mixed=self.task.writes > 0):
+        self.log.start_session(self._provenance())
+        with progress(tokens, self.task.name, "tok", quiet) as bar:
+            for batch in batches(prompts, self.batch, mixed=self.task.new_tokens > 0):
                 for entry in entries:
-                    if time.monotonic() >= self.until:
+                    if time.monotonic() >= self.deadline:
                         return
-                    todo = self.todo(entry, batch)
+                    pending = self.pending(entry, batch)
                     bar.set_postfix_str(entry.label, refresh=False)
-                    self._finish(entry, todo)
-                    bar.update(sum(len(work.ids) for work in todo))
+                    self._run_batch(entry, pending)
+                    bar.update(sum(len(prompt.ids) for prompt in pending))
 
-    def _finish(self, entry: Entry, todo: Sequence[Work]) -> None:
-        """Run and log; a batch that does not fit into memory is halved until it does."""
-        if not todo:
+    def _run_batch(self, entry: Entry, batch: Sequence[Prompt]) -> None:
+        """Measure and log; a batch that runs out of memory is halved until it fits."""
+        if not batch:
             return
-        copied = self._as_full(entry, todo)
-        if copied:
-            self.log.add(copied)
-            return
-        done = None
+        results = self._copy_of_full(entry, batch)
         try:
-            done = self._measure(entry, todo)
+            results = results or self._measure(entry, batch)
         except torch.OutOfMemoryError:
-            if len(todo) == 1:
+            if len(batch) == 1:
                 raise
-        if done is not None:
-            self.log.add(done)
+        if results:
+            self.log.add(results)
             return
-        free()  # here the error, and all that its frames held, is gone
-        self._finish(entry, todo[: len(todo) // 2])
-        self._finish(entry, todo[len(todo) // 2 :])
+        release_memory()  # here the error, and all that its frames held, is gone
+        self._run_batch(entry, batch[: len(batch) // 2])
+        self._run_batch(entry, batch[len(batch) // 2 :])
 
-    def _as_full(self, entry: Entry, todo: Sequence[Work]) -> list[Done]:
-        """A capacity that no text exceeds gives what the plain model gave."""
-        longest = max(len(work.ids) for work in todo) + self.task.writes
-        known = [self.log.done.get(("full", work.sample.id)) for work in todo]
-        fresh = [done for done, work in zip(known, todo, strict=True) if done and done.digest == work.digest]
-        if entry.label == "full" or not entry.never_evicts(longest) or len(fresh) < len(todo):
+    def _copy_of_full(self, entry: Entry, batch: Sequence[Prompt]) -> list[SampleResult]:
+        """The plain model's results, where the capacity is so large that nothing would be evicted; else nothing."""
+        longest = max(len(prompt.ids) for prompt in batch) + self.task.new_tokens
+        if entry.label == "full" or not entry.never_evicts(longest):
             return []
-        return [replace(done, policy=entry.label, digest=done.digest + entry.mark) for done in fresh]
+        full = [self.log.results.get(("full", prompt.sample.id)) for prompt in batch]
+        current = [one for one, prompt in zip(full, batch, strict=True) if one and one.digest == prompt.digest]
+        if len(current) < len(batch):
+            return []
+        return [replace(one, policy=entry.label, digest=_key(entry, one.digest)) for one in current]
 
-    def _measure(self, entry: Entry, todo: Sequence[Work]) -> list[Done]:
-        began = time.perf_counter()
-        with Peak(self.tools.device) as peak:
-            outputs = self._outputs(entry, todo)
-        if self.task.writes:
-            free()  # an engine's static rows; the next policy has others
-        seconds = (time.perf_counter() - began) / len(todo)
-        done = []
-        for work, output in zip(todo, outputs, strict=True):
-            sample = work.sample
-            rows = self.task.score(sample, output)
-            _check(rows, entry, sample)
-            said = output.text if self.task.writes else None
-            facts = (rows, seconds, peak.bytes, said, output.ended, self.log.session)
-            done.append(Done(entry.label, sample.id, sample.group, work.digest + entry.mark, *facts))
-        return done
+    def _measure(self, entry: Entry, batch: Sequence[Prompt]) -> list[SampleResult]:
+        start = time.perf_counter()
+        with Peak(self.resources.device) as peak:
+            outputs = self._outputs(entry, batch)
+        if self.task.new_tokens:
+            release_memory()  # an engine's static rows; the next policy has others
+        seconds = (time.perf_counter() - start) / len(batch)
+        pairs = zip(batch, outputs, strict=True)
+        return [self._result(entry, prompt, output, seconds, peak.bytes) for prompt, output in pairs]
 
-    def _outputs(self, entry: Entry, todo: Sequence[Work]) -> list[Output]:
-        model, tools = self.tools.model, self.tools
-        if self.task.writes:
-            prompts = [self._prompt(entry, work) for work in todo]
-            seeds = [seed_of(tools.seed, work.sample.id) for work in todo]
-            how: dict[str, Any] = {"temperature": self.task.temperature, "seeds": seeds, "engine": self.engine}
-            return write(model, tools.tokenizer, prompts, entry.policy, self.task.writes, **how)
-        ids = torch.from_numpy(np.stack([work.ids for work in todo])).long()[:, : self.task.reach(entry.label)]
-        if entry.piece:
-            return [Output(nll=row.numpy()) for row in short_nll(model, ids, entry.piece, piece=self.task.piece)]
-        moved = positions.mode(todo[0].sample.positions, model)
-        found = token_nll(model, ids, entry.policy, piece=self.task.piece, positions=moved)
-        return [Output(nll=row.numpy()) for row in found]
+    def _result(self, entry: Entry, prompt: Prompt, output: Output, seconds: float, peak_bytes: int) -> SampleResult:
+        sample = prompt.sample
+        rows = self.task.score(sample, output)
+        _check_finite(rows, entry, sample)
+        return SampleResult(
+            policy=entry.label,
+            sample=sample.id,
+            group=sample.group,
+            digest=_key(entry, prompt.digest),
+            rows=rows,
+            seconds=seconds,
+            peak_bytes=peak_bytes,
+            text=output.text if self.task.new_tokens else None,
+            ended=output.ended,
+            session=self.log.session,
+        )
 
-    def _prompt(self, entry: Entry, work: Work) -> list[int]:
-        whole = work.ids.tolist() if entry.piece is None else self.task.prompt(work.sample, entry.piece)
-        return list(whole)
+    def _outputs(self, entry: Entry, batch: Sequence[Prompt]) -> list[Output]:
+        return self._generated(entry, batch) if self.task.new_tokens else self._scored(entry, batch)
 
-    def _where(self) -> dict[str, Any]:
+    def _generated(self, entry: Entry, batch: Sequence[Prompt]) -> list[Output]:
+        ids = [self._ids(entry, prompt) for prompt in batch]
+        options: dict[str, Any] = {
+            "temperature": self.task.temperature,
+            "seeds": [sample_seed(self.resources.seed, prompt.sample.id) for prompt in batch],
+            "engine": self.engine,
+        }
+        model, tokenizer = self.resources.model, self.resources.tokenizer
+        return generate(model, tokenizer, ids, entry.policy, self.task.new_tokens, **options)
+
+    def _scored(self, entry: Entry, batch: Sequence[Prompt]) -> list[Output]:
+        model, piece = self.resources.model, self.task.piece
+        ids = torch.from_numpy(np.stack([prompt.ids for prompt in batch])).long()
+        ids = ids[:, : self.task.max_tokens(entry.label)]
+        if entry.context:
+            return [Output(nll=row.numpy()) for row in short_context_nll(model, ids, entry.context, piece=piece)]
+        scheme = positions.scheme(batch[0].sample.positions, model)
+        nll = token_nll(model, ids, entry.policy, piece=piece, positions=scheme)
+        return [Output(nll=row.numpy()) for row in nll]
+
+    def _ids(self, entry: Entry, prompt: Prompt) -> list[int]:
+        return list(prompt.ids.tolist() if entry.context is None else self.task.prompt(prompt.sample, entry.context))
+
+    def _provenance(self) -> dict[str, Any]:
         return {
-            "machine": machine(self.tools.device),
+            "machine": machine(self.resources.device),
             "versions": versions(),
             "commit": commit(),
             "date": now(),
             "command": command(),
         }
 
-    def records(self, experiment: Experiment, entries: Sequence[Entry], works: Sequence[Work]) -> Iterator[Record]:
+    def records(self, experiment: Experiment, entries: Sequence[Entry], prompts: Sequence[Prompt]) -> Iterator[Record]:
         """One per policy, cell and metric, from the samples that all policies have done."""
-        common = [work.sample for work in works if not any(self.todo(entry, [work]) for entry in entries)]
+        common = [prompt.sample for prompt in prompts if not any(self.pending(entry, [prompt]) for entry in entries)]
         for entry in entries:
-            done = [self.log.done[entry.label, sample.id] for sample in common if takes(entry, sample)]
-            where = self._conditions(done)
-            for cell, parts, count in _cells(done):
+            results = [self.log.results[entry.label, sample.id] for sample in common if applies(entry, sample)]
+            for cell, parts, count in _cells(results):
                 for metric in self.task.metrics:
-                    if not metric.applies(parts):
-                        continue
-                    value, low, high = metrics.interval(parts, metric, experiment.seed)
-                    yield Record(
-                        task=self.task.name,
-                        model=Path(str(self.tools.model.config.name_or_path)).name or "unnamed",
-                        policy=entry.label,
-                        capacity=entry.capacity,
-                        metric=metric.name,
-                        value=value,
-                        low=low,
-                        high=high,
-                        samples=count,
-                        groups=len(parts),
-                        seed=experiment.seed,
-                        dtype=str(self.tools.model.dtype).removeprefix("torch."),
-                        seconds=round(sum(one.seconds for one in done), 3),
-                        peak_bytes=max(one.peak_bytes for one in done),
-                        run=self.log.run,
-                        cell=cell,
-                        settings=asdict(experiment.settings),
-                        parts=parts,
-                        **where,
-                    )
+                    if metric.applies(parts):
+                        interval = metrics.interval(parts, metric, experiment.seed)
+                        values = {"metric": metric.name} | interval._asdict()
+                        values |= {"cell": cell, "parts": parts, "samples": count, "groups": len(parts)}
+                        yield Record(**values, **self._conditions(experiment, entry, results))
 
-    def _conditions(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Of the sessions in which these were done, each once."""
-        used = [self.log.sessions[number] for number in sorted({one.session for one in done})]
-        last = used[-1] if used else {"versions": {}}
-        joined = {name: " + ".join(dict.fromkeys(one[name] for one in used)) for name in ("machine", "commit")}
-        return joined | {name: last.get(name, "") for name in ("date", "command")} | {"versions": last["versions"]}
+    def _conditions(self, experiment: Experiment, entry: Entry, results: Sequence[SampleResult]) -> dict[str, Any]:
+        """What all records of one policy share; of the sessions that measured it, each machine and commit once."""
+        sessions = [self.log.sessions[number] for number in sorted({result.session for result in results})]
+        last = sessions[-1] if sessions else {"versions": {}}
+        return {
+            "task": self.task.name,
+            "model": Path(str(self.resources.model.config.name_or_path)).name or "unnamed",
+            "policy": entry.label,
+            "capacity": entry.capacity,
+            "seed": experiment.seed,
+            "dtype": str(self.resources.model.dtype).removeprefix("torch."),
+            "seconds": round(sum(result.seconds for result in results), 3),
+            "peak_bytes": max(result.peak_bytes for result in results),
+            "run": self.log.run,
+            "settings": asdict(experiment.settings),
+            "versions": last["versions"],
+            **{name: " + ".join(dict.fromkeys(one[name] for one in sessions)) for name in ("machine", "commit")},
+            **{name: last.get(name, "") for name in ("date", "command")},
+        }
 
 
-def takes(entry: Entry, sample: Sample) -> bool:
-    """The plain model keeps all positions as they are, so nothing but plain ones is asked of it."""
+def _key(entry: Entry, digest: str) -> str:
+    """The digest of a prompt, and of the capacities by layer where they differ."""
+    return digest + entry.capacities_digest
+
+
+def applies(entry: Entry, sample: Sample) -> bool:
+    """The plain model holds every token, so it is measured with plain positions only."""
     return entry.policy is not None or sample.positions == "plain"
 
 
-def in_turns(samples: Iterable[Sample]) -> list[Sample]:
+def round_robin(samples: Iterable[Sample]) -> list[Sample]:
     """The first of every group, then the second of every group, and so on."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
-    return [one for round in zip_longest(*groups.values()) for one in round if one is not None]
+    return [sample for turn in zip_longest(*groups.values()) for sample in turn if sample is not None]
 
 
-def batches(works: Iterable[Work], size: int, mixed: bool) -> Iterator[list[Work]]:
-    """At most `size` works that can go together: of one length, unless lengths may be mixed by padding."""
-    waiting: dict[tuple[int, str], list[Work]] = {}
-    for work in works:
-        group = waiting.setdefault((0 if mixed else len(work.ids), work.sample.positions), [])
-        group.append(work)
+def batches(prompts: Iterable[Prompt], size: int, mixed: bool) -> Iterator[list[Prompt]]:
+    """At most `size` prompts that can share a batch: of one length, unless lengths may be mixed by padding."""
+    waiting: dict[tuple[int, str], list[Prompt]] = {}
+    for prompt in prompts:
+        group = waiting.setdefault((0 if mixed else len(prompt.ids), prompt.sample.positions), [])
+        group.append(prompt)
         if len(group) == size:
             yield list(group)
             group.clear()
     yield from (group for group in waiting.values() if group)
 
 
-def seed_of(seed: int, sample: str) -> int:
+def sample_seed(seed: int, sample: str) -> int:
     return int(run_key({"seed": seed, "sample": sample}), 16) >> 1
 
 
-def _check(rows: Iterable[Row], entry: Entry, sample: Sample) -> None:
+def _check_finite(rows: Iterable[Row], entry: Entry, sample: Sample) -> None:
     bad = [name for row in rows for name, value in row.columns.items() if not np.isfinite(value)]
     if bad:
         raise ValueError(f"{entry.label} on {sample.id}: {bad[0]} is not a finite number; try --dtype float32")
 
 
-def _cells(done: Iterable[Done]) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, float]], int]]:
+def _cells(results: Iterable[SampleResult]) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, float]], int]]:
     """Every cell with its columns summed by group, and how many samples are in it."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     counts: dict[tuple[Any, ...], int] = {}
-    for one, row in chain.from_iterable(((one, row) for row in one.rows) for one in done):
+    for group, row in ((result.group, row) for result in results for row in result.rows):
         key = tuple(sorted(row.cell.items()))
-        part = cells.setdefault(key, {}).setdefault(one.group, {})
+        part = cells.setdefault(key, {}).setdefault(group, {})
         counts[key] = counts.get(key, 0) + 1
         for name, value in row.columns.items():
             part[name] = part.get(name, 0.0) + value
     for key, parts in cells.items():
         yield dict(key), parts, counts[key]
-
-
-def _bar(total: int, name: str, quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    seen = sys.stderr.isatty()  # in a log, a line now and then is enough
-    pace = {"mininterval": 0.2 if seen else 10, "delay": 0.5 if seen else 10}
-    return tqdm(total=total, desc=name, unit="tok", unit_scale=True, disable=quiet, **pace)

@@ -1,7 +1,7 @@
-"""The log of a run: every finished sample, on the disk before the next one begins, so that a kill loses none.
+"""The log of a run: every finished sample is on the disk before the next one begins, so a kill loses none.
 
-A line belongs to a run by the hash of the settings that decide its numbers; another run may share the file. Each
-process that adds lines first says where it runs, and its lines refer to that.
+A line belongs to a run by the hash of the settings that decide its numbers; other runs may share the file. Each process
+that appends lines first writes its provenance (machine, commit, command), and its lines refer to that by number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .task import Output, Row
 
 
 @dataclass(frozen=True)
-class Done:
-    """What one policy made of one sample. `digest` is of its prompt: another prompt under the same id counts anew."""
+class SampleResult:
+    """One policy on one sample. `digest` is of its prompt: another prompt under the same id is measured again."""
 
     policy: str
     sample: str
@@ -38,52 +38,52 @@ class Done:
 
 
 @dataclass
-class Log:
+class SampleLog:
     """The finished samples of one run, by policy and sample."""
 
     path: Path
     run: str
-    done: dict[tuple[str, str], Done] = field(default_factory=dict)
+    results: dict[tuple[str, str], SampleResult] = field(default_factory=dict)
     sessions: dict[int, dict[str, Any]] = field(default_factory=dict)
     session: int = 0
 
     @classmethod
-    def open(cls, path: str | Path, run: str) -> Log:
+    def open(cls, path: str | Path, run: str) -> SampleLog:
         log = cls(Path(path), run)
         for number, line in read_lines(path) if Path(path).exists() else ():
             try:
-                log._take(line)
+                log._load(line)
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}:{number}: not a line of a sample log ({error}); move the file away") from None
         log.session = max(log.sessions, default=0)
         return log
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def _load(self, line: Mapping[str, Any]) -> None:
         if "where" in line:
             self.sessions[line["session"]] = line["where"]
         elif line["run"] == self.run:
             rows = [Row(**row) for row in line["rows"]]
-            done = Done(**{k: v for k, v in line.items() if k not in ("run", "rows")}, rows=rows)
-            self.done[done.policy, done.sample] = done
+            result = SampleResult(**{k: v for k, v in line.items() if k not in ("run", "rows")}, rows=rows)
+            self.results[result.policy, result.sample] = result
 
-    def begin(self, where: dict[str, Any]) -> None:
+    def start_session(self, provenance: dict[str, Any]) -> None:
         self.session += 1
-        self.sessions[self.session] = where
-        append_lines(self.path, [{"session": self.session, "run": self.run, "where": where}])
+        self.sessions[self.session] = provenance
+        append_lines(self.path, [{"session": self.session, "run": self.run, "where": provenance}])
 
-    def add(self, finished: Sequence[Done]) -> None:
+    def add(self, results: Sequence[SampleResult]) -> None:
         """They are on the disk when this returns."""
-        append_lines(self.path, [{"run": self.run} | asdict(done) for done in finished])
-        self.done |= {(done.policy, done.sample): done for done in finished}
+        append_lines(self.path, [{"run": self.run} | asdict(result) for result in results])
+        self.results |= {(result.policy, result.sample): result for result in results}
 
-    def written(self, policy: str, sample: str) -> Output | None:
-        """What the policy wrote for the sample, if it did."""
-        known = self.done.get((policy, sample))
-        return None if known is None or known.text is None else Output(text=known.text, ended=known.ended)
+    def output(self, policy: str, sample: str) -> Output | None:
+        """What the policy generated for the sample; None if it has not."""
+        result = self.results.get((policy, sample))
+        return None if result is None or result.text is None else Output(text=result.text, ended=result.ended)
 
     def has(self, policy: str, sample: str, digest: str) -> bool:
-        known = self.done.get((policy, sample))
-        return known is not None and known.digest == digest
+        result = self.results.get((policy, sample))
+        return result is not None and result.digest == digest
 
 
 def run_key(settings: Mapping[str, Any]) -> str:
@@ -91,13 +91,13 @@ def run_key(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def digest(ids: Sequence[int]) -> str:
+def ids_digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Only one process adds to a log at a time."""
+def exclusive(path: Path) -> Iterator[None]:
+    """Only one process appends to a log at a time."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     try:
         with FileLock(Path(tempfile.gettempdir()) / f"msrnn-{name}.lock", timeout=0):

@@ -1,4 +1,4 @@
-"""What a task is: samples, the prompt of one, the score of what came of it, and how scores become numbers."""
+"""What a task is: samples, the prompt of each, the score of what a policy made of it, and the metrics over scores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Sums = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to measure. `group` is what it shares luck with (a book, a story): intervals resample whole groups.
+    """One thing to measure. Samples of one `group` (a book, a story) are correlated: intervals resample whole groups.
 
-    `positions` names how rotary positions are dealt out while it is read (see positions.py).
+    `positions` names how RoPE positions are assigned while it is read (see positions.py).
     """
 
     id: str
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Output:
-    """What a policy made of a prompt: the nats of each token but the first, or the ids and the text it wrote.
+    """What a policy made of a prompt: the nats of each token but the first, or the ids and the text it generated.
 
     `ended` says that the model stopped by itself, before the limit.
     """
@@ -42,7 +42,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Row:
-    """Columns to be added up over samples, and the cell of the task they belong to."""
+    """Columns to be summed over samples, and the cell of the task they belong to."""
 
     columns: dict[str, float]
     cell: Cell = field(default_factory=dict)
@@ -50,9 +50,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Metric:
-    """`value` makes the metric from the summed columns; it takes and gives arrays, one entry per resampling.
+    """`value` makes the metric from the summed columns; it takes and gives arrays, one entry per bootstrap draw.
 
-    It is left out of cells that have none of the columns it `needs`.
+    It is left out of cells that lack one of the columns it `needs`.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Metric:
     needs: tuple[str, ...] = ()
 
     def applies(self, parts: Mapping[str, Mapping[str, float]]) -> bool:
-        """Whether the columns it is made from are there."""
+        """Whether the columns it needs are there."""
         return all(any(name in part for part in parts.values()) for name in self.needs)
 
 
 @dataclass(frozen=True)
 class Task:
-    """`prompt(sample, context)`: the ids, of a prompt made for a shorter context where one is given.
+    """`prompt(sample, context)`: the ids, shortened to `context` tokens where that is not None.
 
-    `writes` new tokens follow each prompt; with 0, the prompt itself is what is predicted, read `piece` tokens at a
-    time. `reach(policy)` is how many tokens of a prompt that policy is to read at most, None for all.
+    `new_tokens` are generated after each prompt; with 0, the prompt itself is scored, `piece` tokens per forward pass.
+    `max_tokens(policy)` is how many tokens of a prompt that policy reads at most, None for all.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Task:
     prompt: Callable[[Sample, int | None], Sequence[int]]
     score: Callable[[Sample, Output], list[Row]]
     metrics: tuple[Metric, ...]
-    writes: int = 0
+    new_tokens: int = 0
     piece: int = 256
     temperature: float = 0.0
-    reach: Callable[[str], int | None] = lambda policy: None
+    max_tokens: Callable[[str], int | None] = lambda policy: None

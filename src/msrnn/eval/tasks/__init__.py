@@ -1,4 +1,4 @@
-"""The tasks by name. Each is a file with `Settings` and `task(settings, tools)`."""
+"""The tasks by name. Each is a file with `Settings` and `task(settings, resources)`."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import data, metrics
-from ..prompts import Tools
+from ..prompts import Resources
 from ..task import Task
-from . import asked
+from . import document_questions
 
 INSTRUCTION = (
     "Answer the question about the article above as concisely as you can, with a phrase or a sentence. If the article "
@@ -17,16 +17,16 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True)
-class Settings(asked.Settings):
+class Settings(document_questions.Settings):
     new_tokens: int = 128
 
 
-def task(settings: Settings, tools: Tools) -> Task:
+def task(settings: Settings, resources: Resources) -> Task:
     return Task(
         "qasper",
-        lambda: asked.samples(data.qasper(tools.data)),
-        asked.prompt(tools, settings, INSTRUCTION),
-        asked.scored(lambda answer, right: {"f1": metrics.f1(answer, right)}),
+        lambda: document_questions.samples(data.qasper(resources.data)),
+        document_questions.prompt_builder(resources, settings, INSTRUCTION),
+        document_questions.scorer(lambda answer, references: {"f1": metrics.f1(answer, references)}),
         (metrics.mean("f1"), metrics.mean("words")),
-        writes=settings.new_tokens,
+        new_tokens=settings.new_tokens,
     )

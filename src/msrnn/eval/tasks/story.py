@@ -2,8 +2,8 @@
 
 The judge is any OpenAI-compatible endpoint (`judge_url`, `judge_model`); each pair is shown twice with the sides
 swapped, and a win counts only if it was preferred both times. A story that ends before `new_tokens` is left out of the
-judgement, as is its pair. Beside it, without a judge: the plain model's perplexity of the story (given the prompt), the
-share of four-word sequences that the story has had before, its length in tokens, and how many ended by themselves.
+judgement, as is its pair. Without a judge: the plain model's perplexity of the story (given the prompt), the share of
+repeated 4-grams of words, its length in tokens, and how many ended by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from .. import metrics
 from ..judge import VERDICTS, Judge
-from ..prompts import Tools
-from ..scoring import token_nll
+from ..perplexity import token_nll
+from ..prompts import Resources
 from ..task import Metric, Output, Row, Sample, Task
 
 PROMPT = (
@@ -41,16 +41,16 @@ class Settings:
             raise ValueError("temperature is 0, so all stories would be the same; give e.g. 0.7, or stories = 1")
 
 
-def task(settings: Settings, tools: Tools) -> Task:
+def task(settings: Settings, resources: Resources) -> Task:
     judge = Judge(settings.judge_url, settings.judge_model) if settings.judge_url else None
-    ids = tools.chat("", PROMPT, "", 1 << 30)
+    ids = resources.prompt("", PROMPT, "", 1 << 30)
 
     def score(sample: Sample, output: Output) -> list[Row]:
-        columns = measure(tools, ids, output)
-        rival = tools.told("full", sample.id)
-        if judge and rival and not rival.ended and not output.ended:
-            found = judge.compare(PROMPT, output.text, rival.text)
-            columns |= {name: float(name == found) for name in VERDICTS} | {"judged": 1.0}
+        columns = measure(resources, ids, output)
+        full = resources.earlier_output("full", sample.id)
+        if judge and full and not full.ended and not output.ended:
+            verdict = judge.compare(PROMPT, output.text, full.text)
+            columns |= {name: float(name == verdict) for name in VERDICTS} | {"judged": 1.0}
         return [Row(columns)]
 
     shares = tuple(Metric(name, metrics.mean(name, name, "judged").value, ("judged",)) for name in VERDICTS)
@@ -61,7 +61,7 @@ def task(settings: Settings, tools: Tools) -> Task:
         lambda sample, _: ids,
         score,
         (Metric("full perplexity", metrics.perplexity().value, ("nll",)), *measures, *shares),
-        writes=settings.new_tokens,
+        new_tokens=settings.new_tokens,
         temperature=settings.temperature,
     )
 
@@ -70,14 +70,14 @@ def _samples(settings: Settings) -> Iterator[Sample]:
     yield from (Sample(str(number), str(number), number) for number in range(settings.stories))
 
 
-def measure(tools: Tools, prompt: list[int], output: Output) -> dict[str, float]:
-    """What needs no judge."""
-    nats = 0.0
+def measure(resources: Resources, prompt: list[int], output: Output) -> dict[str, float]:
+    """The columns that need no judge."""
+    nll = 0.0
     if output.ids:
         whole = torch.tensor([prompt + output.ids])
-        nats = float(token_nll(tools.model, whole)[0, len(prompt) - 1 :].double().sum())
+        nll = float(token_nll(resources.model, whole)[0, len(prompt) - 1 :].double().sum())
     return {
-        "nll": nats,
+        "nll": nll,
         "tokens": float(len(output.ids)),
         "repetition": repetition(output.text),
         "ended": float(output.ended),
@@ -86,7 +86,7 @@ def measure(tools: Tools, prompt: list[int], output: Output) -> dict[str, float]
 
 
 def repetition(text: str, size: int = 4) -> float:
-    """The share of sequences of `size` words that have stood in the text before."""
+    """The share of n-grams of `size` words that the text had before."""
     words = text.split()
-    runs = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+    ngrams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

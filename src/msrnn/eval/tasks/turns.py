@@ -1,8 +1,8 @@
-"""Several turns: facts told in the first message, then talk about other things, then one of the facts is asked for.
+"""Conversations: facts in the first message, then turns about other things, then a question about one of the facts.
 
-The talk is made of pages of books, so that only the state, not the model's own answers, decides what is still known.
-The answer is begun for the model in the words of the telling, so that only the fact is left to say. Recall by the
-number of turns between telling and asking; intervals resample conversations.
+The turns between are pages of books, so that only the state, not the model's own answers, decides what is recalled. The
+first words of the answer are given, so that only the fact is left to generate. Recall by the number of turns between
+statement and question; intervals resample conversations.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import data, metrics
-from ..prompts import Tools
+from ..prompts import Resources
 from ..task import Output, Row, Sample, Task
 
 
 @dataclass(frozen=True)
 class Fact:
-    told: str
+    statement: str
     question: str
-    begun: str
+    answer_start: str
     values: tuple[str, ...]
 
 
@@ -33,8 +33,8 @@ FACTS = (
     Fact("my brother works as a {}", "What is my brother's job?", "My brother works as a", ("baker", "pilot", "nurse")),
     Fact("my birthday is in {}", "When is my birthday?", "My birthday is in", ("March", "June", "August", "October")),
 )
-WORDS = "Answer in the words I used."  # a small model copies where it could not answer
-HEARD, TALK = "Thank you, I will remember that.", "Thank you for sharing this passage with me."
+HINT = "Answer in the words I used."  # a small model copies where it could not answer
+FACTS_REPLY, PAGE_REPLY = "Thank you, I will remember that.", "Thank you for sharing this passage with me."
 
 
 @dataclass(frozen=True)
@@ -53,66 +53,68 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Talk:
-    told: str
+class Conversation:
+    statement: str
     question: str
-    begun: str
+    answer_start: str
     answer: str
     pages: tuple[str, ...]
 
 
-def task(settings: Settings, tools: Tools) -> Task:
+def task(settings: Settings, resources: Resources) -> Task:
     return Task(
         "turns",
-        lambda: _samples(settings, tools),
-        lambda sample, context: compose(tools, sample.content, context),
+        lambda: _samples(settings, resources),
+        lambda sample, context: compose(resources, sample.content, context),
         score,
         (metrics.mean("recall"),),
-        writes=settings.new_tokens,
+        new_tokens=settings.new_tokens,
     )
 
 
-def _samples(settings: Settings, tools: Tools) -> Iterator[Sample]:
-    books = [book.text for book in data.books(tools.data)] if max(settings.turns) else [""]
+def _samples(settings: Settings, resources: Resources) -> Iterator[Sample]:
+    books = [book.text for book in data.books(resources.data)] if max(settings.turns) else [""]
     for number in range(settings.conversations):
-        source = random.Random(f"{tools.seed}/{number}")
-        chosen = [source.choice(fact.values) for fact in FACTS]
-        facts = [fact.told.format(value) for fact, value in zip(FACTS, chosen, strict=True)]
-        told = f"Remember this about me: {'; '.join(facts)}."
-        asked, answer = source.choice(list(zip(FACTS, chosen, strict=True)))
-        pages = _pages(tools, books[number % len(books)], max(settings.turns), settings.tokens_per_turn)
+        rng = random.Random(f"{resources.seed}/{number}")
+        values = [rng.choice(fact.values) for fact in FACTS]
+        facts = [fact.statement.format(value) for fact, value in zip(FACTS, values, strict=True)]
+        statement = f"Remember this about me: {'; '.join(facts)}."
+        fact, answer = rng.choice(list(zip(FACTS, values, strict=True)))
+        pages = _pages(resources, books[number % len(books)], max(settings.turns), settings.tokens_per_turn)
         for count in settings.turns:
-            talk = Talk(told, asked.question, asked.begun, answer, tuple(pages[:count]))
-            yield Sample(f"{count}:{number}", str(number), talk)
+            between = tuple(pages[:count])
+            conversation = Conversation(statement, fact.question, fact.answer_start, answer, between)
+            yield Sample(f"{count}:{number}", str(number), conversation)
 
 
-def _pages(tools: Tools, text: str, count: int, size: int) -> list[str]:
-    ids = tools.encode(text[: 16 * size * (count + 1)])
+def _pages(resources: Resources, text: str, count: int, size: int) -> list[str]:
+    ids = resources.encode(text[: 16 * size * (count + 1)])
     if len(ids) < size * count:
-        raise ValueError(f"a book of {len(ids)} tokens was given, {size * count} are needed; use longer ones")
-    return [tools.tokenizer.decode(ids[i * size : (i + 1) * size]).strip() for i in range(count)]
+        raise ValueError(f"a book has {len(ids)} tokens, {size * count} are needed; use longer ones")
+    return [resources.tokenizer.decode(ids[i * size : (i + 1) * size]).strip() for i in range(count)]
 
 
-def compose(tools: Tools, talk: Talk, context: int | None) -> list[int]:
+def compose(resources: Resources, conversation: Conversation, context: int | None) -> list[int]:
     """The conversation up to the answer; for a shorter context its newest part."""
-    said = [("user", talk.told), ("assistant", HEARD)]
-    for page in talk.pages:
-        said += [("user", f"Here is something I read:\n{page}"), ("assistant", TALK)]
-    ids = render(tools, [*said, ("user", f"{talk.question} {WORDS}")], talk.begun)
+    messages = [("user", conversation.statement), ("assistant", FACTS_REPLY)]
+    for page in conversation.pages:
+        messages += [("user", f"Here is something I read:\n{page}"), ("assistant", PAGE_REPLY)]
+    messages.append(("user", f"{conversation.question} {HINT}"))
+    ids = render(resources, messages, conversation.answer_start)
     return ids[-context:] if context else ids
 
 
-def render(tools: Tools, said: list[tuple[str, str]], begun: str) -> list[int]:
-    """In the model's chat template, or as a plain dialogue where it has none; `begun` begins the answer."""
-    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said]
-    if getattr(tools.tokenizer, "chat_template", None):
-        text: str = tools.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tools.encode(text + begun)
-    lines = [f"{role.capitalize()}: {text}" for role, text in said]
-    return tools.begin("\n\n".join([*lines, f"Assistant: {begun}"]))
+def render(resources: Resources, messages: list[tuple[str, str]], answer_start: str) -> list[int]:
+    """Messages (role, text) in the model's chat template, or as a plain dialogue where it has none."""
+    if getattr(resources.tokenizer, "chat_template", None):
+        turns: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in messages]
+        text: str = resources.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return resources.encode(text + answer_start)
+    lines = [f"{role.capitalize()}: {text}" for role, text in messages]
+    return resources.encode_start("\n\n".join([*lines, f"Assistant: {answer_start}"]))
 
 
 def score(sample: Sample, output: Output) -> list[Row]:
-    talk: Talk = sample.content
-    found = re.search(rf"\b{re.escape(talk.answer)}\b", output.text, re.IGNORECASE) is not None
-    return [Row({"recall": float(found), "count": 1.0}, {"turns": len(talk.pages)})]
+    conversation: Conversation = sample.content
+    recalled = re.search(rf"\b{re.escape(conversation.answer)}\b", output.text, re.IGNORECASE) is not None
+    return [Row({"recall": float(recalled), "count": 1.0}, {"turns": len(conversation.pages)})]
