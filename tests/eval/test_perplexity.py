@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import msrnn
 from msrnn.eval import positions
 from msrnn.eval.perplexity import Score, new_cache, perplexity, score, short_context_nll, token_nll
-from msrnn.policy import parse
+from msrnn.policy import parse_policy
 from tests.support import tiny_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ def test_the_plain_model_in_batches_and_pieces(model, rows, piece):
 @pytest.mark.parametrize("policy", ["tova:12", "tova-head:12", "window:12", "window+4:12", "h2o:12", "h2o-layer:12"])
 def test_every_policy_against_the_definition_one_token_at_a_time(model, rows, policy):
     result = token_nll(model, rows[:2], policy, piece=20)
-    expected = torch.stack([positions.exact_nll(model, row, parse(policy), lambda gap: gap) for row in rows[:2]])
+    expected = torch.stack([positions.exact_nll(model, row, parse_policy(policy), lambda gap: gap) for row in rows[:2]])
     torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5)
     assert (result[0] - token_nll(model, rows[:1])[0]).abs().max() > 0.1  # the capacity makes a difference
 
@@ -121,57 +121,9 @@ def test_what_cannot_be_scored_is_refused(llama: Any) -> None:
             perplexity(model, text, piece=piece)
 
 
-def text_ids(length):
-    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(3))
-
-
-def test_perplexity_is_that_of_one_forward(llama):
-    model, text = llama(), text_ids(150)
-    with torch.no_grad():
-        nll = cross_entropy(model(text[None]).logits[0, :-1].double(), text[1:], reduction="sum")
-    for piece in (1, 7, 75, 149, 150, 151, 1000):  # 149 leaves a piece whose only token predicts nothing
-        result = perplexity(model, text, piece=piece)
-        assert result.tokens == 149
-        assert result.nll == pytest.approx(float(nll), rel=1e-5)
-        assert result.perplexity == pytest.approx(math.exp(float(nll) / 149), rel=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["tova:150", "window:150", "h2o:150", "full"])
-def test_a_state_with_room_for_all_scores_as_the_plain_model(llama, policy):
-    plain, bounded = (perplexity(llama(), text_ids(150).tolist(), choice, piece=40) for choice in (None, policy))
-    assert bounded.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["tova:16", "window+4:16", "h2o:16"])
-def test_the_piece_does_not_matter_to_a_bounded_state(llama, policy):
-    model = llama()
-    scores = [perplexity(model, text_ids(150), policy, piece=piece).nll for piece in (1, 40, 150)]
-    assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-5)
-    assert scores[0] != pytest.approx(perplexity(model, text_ids(150)).nll, rel=1e-5)
-
-
-def test_the_cache_has_read_the_text_and_progress_counts_tokens(llama):
-    model, steps = llama(), []
-    for cache in (new_cache(model), msrnn.cache(model, "tova:16")):
-        score(model, text_ids(100)[None], cache, piece=30, progress=steps.append)
-        assert cache.get_seq_length() == 100
-    assert steps == [30, 30, 30, 10] * 2
-    assert isinstance(new_cache(model), DynamicCache)
-
-
-def test_scoring_in_half_precision_sums_in_double(llama):
-    text = text_ids(150)
-    half, whole = (perplexity(llama().to(dtype), text, "tova:40") for dtype in (torch.bfloat16, torch.float32))
-    assert half.mean == pytest.approx(whole.mean, rel=0.05)
-    assert Score(nll=10.0, tokens=4, seconds=1.0).perplexity == pytest.approx(math.exp(2.5))
-
-
-def test_what_cannot_be_scored_is_refused(llama):
-    model = llama()
-    for text, piece, reason in (
-        ([1], 10, "1 tokens; perplexity needs at least 2"),
-        (torch.zeros(2, 5, dtype=torch.long), 10, r"one text, .* not \(2, 5\)"),
-        ([1, 2], 0, "piece is 0"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            perplexity(model, text, piece=piece)
+@pytest.mark.parametrize("policy", [None, "tova:12"])
+def test_a_score_is_the_sum_of_the_tokens_losses(model, rows, policy):
+    cache = new_cache(model, policy)
+    total = score(model, rows[0], cache, piece=20)
+    assert total.nll == pytest.approx(float(token_nll(model, rows[:1], policy).double().sum()), rel=1e-6)
+    assert (total.tokens, cache.get_seq_length()) == (55, 56)
