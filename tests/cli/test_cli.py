@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
 import msrnn
 from msrnn.cli import main, parser
 from msrnn.hf import load as models
-from msrnn.hf.cache import geometry
 from msrnn.hf.cost import cost
-from msrnn.policy import plan
+from msrnn.hf.geometry import geometry
 
 STORY = "The lighthouse keeper counted the ships each evening and wrote their names into a green book.\n"
 COMMANDS = (
     "generate",
     "chat",
+    "play",
     "trace",
     "info",
     "eval",
@@ -137,7 +137,7 @@ def test_generate_from_a_file_longer_than_the_state(story):
     assert facts["tokens_generated"] == 6
     want = model.generate(**ids, past_key_values=msrnn.cache(model, "tova:32"), max_new_tokens=6, do_sample=False)
     assert facts["text"] == tokenizer.decode(want[0, -6:])
-    price = cost(geometry(model), plan("tova:32", 30), model.dtype, facts["tokens_read"] + 6)
+    price = cost(geometry(model), msrnn.Plan.of("tova:32", 30), model.dtype, facts["tokens_read"] + 6)
     assert (facts["state_bytes"], facts["full_bytes"]) == (price.state, price.full)
     assert facts["peak_bytes"] > 0
     opening = "msrnn: tova:32 on SmolLM2-135M-Instruct (float32"
@@ -405,7 +405,7 @@ def test_trace_as_a_table(capsys, story, tiny, tmp_path, policy):
     options = ("--model", tiny, "--policy", policy, "--max-tokens", "40", "-o", str(tmp_path / "trace"))
     code, out, err = called(capsys, "trace", "-f", story, *options)
     assert code == 0
-    assert out.startswith("layer   held  recent  first token  oldest kept\n    0")
+    assert out.startswith("layer  held  recent  first token  oldest kept\n    0")
     assert "trace of 40 tokens" in err
 
 
@@ -414,7 +414,7 @@ def test_info_tells_the_cost(capsys, tiny):
     code, out, err = called(capsys, "info", "tova:1/16", "--length", "4096", "--memory", "16GiB", "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
-    price = cost(geometry(config), plan("tova:256", 30), torch.float32, 4096)
+    price = cost(geometry(config), msrnn.Plan.of("tova:256", 30), torch.float32, 4096)
     assert (facts["state_bytes"], facts["full_bytes"]) == (price.state, price.full)
     assert facts["weight_bytes"] == 134515008 * 4
     assert (facts["batch"], facts["full_batch"]) == price.largest_batch(2**34 - facts["weight_bytes"])

@@ -1,11 +1,10 @@
-"""The demo end to end on the bundled model, and the perplexity it prints."""
+"""The demo end to end, on the bundled model and on a tiny one."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 import msrnn
-from msrnn import policy
-from msrnn.cli import demo
-from msrnn.eval.perplexity import Score, empty, perplexity, score
-from msrnn.hf.cache import geometry
-from msrnn.hf.cost import cost, human
+from msrnn.budgets import profile
+from msrnn.cli import demo, demo_measure
+from msrnn.hf.cost import cost
+from msrnn.hf.geometry import geometry
 from msrnn.hf.load import bundled
+from msrnn.system.sizes import human
 
 LENGTH, CAPACITY = 320, 48
 
@@ -36,7 +34,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     policies = ["--policy", "full", "--policy", f"tova:{CAPACITY}", "--policy", f"tova:{LENGTH}"]
     options = [*policies, "--length", str(LENGTH), "--out", str(folder / "kept.png"), "--json"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(demo, "ANSWER", 16)
+        patch.setattr(demo_measure, "ANSWER", 16)
         assert demo.main(options) == 0
     return json.loads(said.getvalue()), folder
 
@@ -132,11 +130,11 @@ def test_a_profile_stands_beside_the_plain_policy(
 
 
 def test_the_bundled_model_is_shown_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
-    assert demo._policies(None) == demo.POLICIES
+    monkeypatch.setattr(profile, "_SHIPPED", tmp_path)
+    assert demo.default_policies(None) == demo.POLICIES
     (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
-    assert demo._policies(None) == (*demo.POLICIES, demo.PROFILED)
-    assert demo._policies("another") == demo.POLICIES
+    assert demo.default_policies(None) == (*demo.POLICIES, demo.PROFILE_POLICY)
+    assert demo.default_policies("another") == demo.POLICIES
 
 
 @pytest.mark.usefixtures("small", "one_thread")
@@ -172,70 +170,17 @@ def test_it_runs_as_a_module() -> None:
 
 
 def test_the_text_is_long_and_plain() -> None:
-    (text,) = demo.blocks()
+    (text,) = demo.text_blocks()
     assert len(text) > 12_000
     assert "***" not in text
 
 
 def test_the_table_is_aligned() -> None:
-    rows = [demo.Row("full", 4096, 4096, 10, 20, 2.0, 10.0, ""), demo.Row("tova:256", 4096, 256, 1, 2, 0.5, 11.25, "")]
+    rows = [
+        demo_measure.Row("full", 4096, 4096, 10, 20, 2.0, 10.0, ""),
+        demo_measure.Row("tova:256", 4096, 256, 1, 2, 0.5, 11.25, ""),
+    ]
     lines = demo.table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["tova:256", "4,096", "256", "1", "B", "2", "B", "8,192", "11.25"]
     assert human(10) in lines[1]
-
-
-def ids(length: int) -> torch.Tensor:
-    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(3))
-
-
-def test_perplexity_is_that_of_one_forward(llama: Any) -> None:
-    model, text = llama(), ids(150)
-    with torch.no_grad():
-        want = cross_entropy(model(text[None]).logits[0, :-1].double(), text[1:], reduction="sum")
-    for piece in (1, 7, 75, 149, 150, 151, 1000):  # 149 leaves a piece whose only token predicts nothing
-        found = perplexity(model, text, piece=piece)
-        assert found.tokens == 149
-        assert found.nll == pytest.approx(float(want), rel=1e-5)
-        assert found.perplexity == pytest.approx(math.exp(float(want) / 149), rel=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["tova:150", "window:150", "h2o:150", "full"])
-def test_a_state_with_room_for_all_scores_as_the_plain_model(llama: Any, policy: str) -> None:
-    plain, bounded = (perplexity(llama(), ids(150).tolist(), given, piece=40) for given in (None, policy))
-    assert bounded.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["tova:16", "window+4:16", "h2o:16"])
-def test_the_piece_does_not_matter_to_a_bounded_state(llama: Any, policy: str) -> None:
-    model = llama()
-    scores = [perplexity(model, ids(150), policy, piece=piece).nll for piece in (1, 40, 150)]
-    assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-5)
-    assert scores[0] != pytest.approx(perplexity(model, ids(150)).nll, rel=1e-5)
-
-
-def test_the_cache_has_read_the_text_and_progress_was_told(llama: Any) -> None:
-    model, told = llama(), []
-    for made in (empty(model), msrnn.cache(model, "tova:16")):
-        score(model, ids(100)[None], made, piece=30, progress=told.append)
-        assert made.get_seq_length() == 100
-    assert told == [30, 30, 30, 10] * 2
-    assert isinstance(empty(model), DynamicCache)
-
-
-def test_scoring_in_half_precision_sums_in_double(llama: Any) -> None:
-    text = ids(150)
-    half, whole = (perplexity(llama().to(dtype), text, "tova:40") for dtype in (torch.bfloat16, torch.float32))
-    assert half.mean == pytest.approx(whole.mean, rel=0.05)
-    assert Score(nll=10.0, tokens=4, seconds=1.0).perplexity == pytest.approx(math.exp(2.5))
-
-
-def test_what_cannot_be_scored_is_refused(llama: Any) -> None:
-    model = llama()
-    for text, piece, reason in (
-        ([1], 10, "1 tokens; perplexity needs at least 2"),
-        (torch.zeros(2, 5, dtype=torch.long), 10, r"one text, .* not \(2, 5\)"),
-        ([1, 2], 0, "piece is 0"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            perplexity(model, text, piece=piece)

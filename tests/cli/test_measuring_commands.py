@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from msrnn import policy
+from msrnn.budgets import profile
 from msrnn.cli import advise, main
 from msrnn.hf.load import bundled
 
@@ -123,8 +123,8 @@ def test_mistakes_are_told_in_one_line(
 
 
 def test_the_bundled_model_is_advised_on_its_profile_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
-    assert advise._kinds(None) == advise.KINDS
+    monkeypatch.setattr(profile, "_SHIPPED", tmp_path)
+    assert advise.default_kinds(None) == advise.KINDS
     (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
-    assert advise._kinds(None) == (*advise.KINDS, "tova,profile=SmolLM2-135M-Instruct")
-    assert advise._kinds("other") == advise.KINDS
+    assert advise.default_kinds(None) == (*advise.KINDS, "tova,profile=SmolLM2-135M-Instruct")
+    assert advise.default_kinds("other") == advise.KINDS

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from msrnn.cli import main, serve
-from msrnn.cli.options import Parser
+from msrnn.cli.argument_parser import Parser
 from msrnn.vllm.plugin import Refused, check_version
 
 

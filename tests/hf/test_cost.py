@@ -23,8 +23,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import msrnn
 from msrnn.eval.perplexity import score
-from msrnn.hf.cache import geometry
 from msrnn.hf.cost import Cost, cost
+from msrnn.hf.geometry import geometry
 from msrnn.hf.load import bundled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,11 +202,12 @@ def test_a_state_costs_what_was_predicted(policy: str, dtype: torch.dtype) -> No
 
 def test_layers_of_unequal_size_cost_what_was_predicted() -> None:
     model = tiny(num_hidden_layers=3)
-    plan = msrnn.spread("tova", [4, 100, 30])
+    plan = msrnn.per_layer("tova", [4, 100, 30])
     rnn = msrnn.RNN(model, plan)
     _, state = rnn.read(stream(300), rnn.start())
     assert state.nbytes == cost(geometry(model), plan, torch.float32, 300).state
-    assert state.nbytes == 3 * 8 + (5 + 101 + 31) * (2 * 16 * 4 + 8)
+    per_slot = 2 * 16 * 4 + 8  # key, value, position
+    assert state.nbytes == (5 + 101 + 31) * per_slot + 3 * (8 + 8)  # and the next slot and tokens seen, per layer
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "tova:300", "h2o:300", "window+4:20", "h2o:20"])

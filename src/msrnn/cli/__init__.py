@@ -9,16 +9,16 @@ import io
 import os
 import sys
 
-from . import advise, bench, calibrate, chat, eval, generate, info, plot, report, retention, serve, state, trace
-from .errors import MAYBE, expected, one_line
-from .options import Parser
+from . import advise, bench, calibrate, chat, eval, generate, info, play, plot, report, retention, serve, state, trace
+from .argument_parser import Parser
+from .errors import CAUGHT, is_user_error, one_line
 
-COMMANDS = (generate, chat, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve, state)
+COMMANDS = (generate, chat, play, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve, state)
 _ABOUT = """\
 Run any Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
 says, whatever the length of the text. Without --model, the small bundled SmolLM2-135M-Instruct is used.
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn generate "Once upon a time" --policy tova:512
   msrnn generate -f book.txt --question "Who did it?" --stream
@@ -36,7 +36,7 @@ With MSRNN_TRACEBACK=1 in the environment, errors come with their traceback.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
@@ -44,34 +44,36 @@ def main(argv: list[str] | None = None) -> int:
         code = run(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader has gone, e.g. `| head`; nobody is left to tell
+    except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         print("\nmsrnn: interrupted", file=sys.stderr)
         return 130
-    except MAYBE as error:
-        if not expected(error):
+    except CAUGHT as error:
+        if not is_user_error(error):
             raise
         print(f"msrnn: error: {one_line(error)}", file=sys.stderr)
         return 2
 
 
 def run(argv: list[str] | None) -> int:
+    """Parse the arguments and run the command; errors are raised."""
     try:
         arguments = parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has said what there is to say: help, or what is wrong
+    except SystemExit as stop:  # argparse has printed help, or what is wrong
         return stop.code if isinstance(stop.code, int) else 0
     arguments.run(arguments)
     return 0
 
 
 def parser() -> Parser:
+    """The parser of `msrnn`, with a subparser for each command."""
     from .. import __version__
 
-    made = Parser(prog="msrnn", description=_ABOUT, epilog=_MORE)
-    made.add_argument("--version", action="version", version=f"msrnn {__version__}")
-    commands = made.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    root = Parser(prog="msrnn", description=_ABOUT, epilog=_EXAMPLES)
+    root.add_argument("--version", action="version", version=f"msrnn {__version__}")
+    commands = root.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for command in COMMANDS:
         command.add(commands)
-    return made
+    return root

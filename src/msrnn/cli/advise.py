@@ -1,32 +1,32 @@
-"""`msrnn advise`: the smallest capacity that is good enough for a model and a text, and what it is worth."""
+"""`msrnn advise`: the smallest capacity that is good enough for a model and a text, and what it saves."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from ..budgets.tolerance import Bound
-from ..policy import kind_of, profile_path
-from ..system.progress import bar
+from ..budgets.profile import check_policy_kind, profile_path
+from ..budgets.tolerance import Tolerance
+from ..system.console import progress, table
 from . import options
-from .corpus import add_texts, batch_of, check_texts, read_chunks
-from .session import open_model
+from .argument_parser import Commands
+from .corpus import add_texts, batch_size, check_texts, read_chunks
+from .session import load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..budgets.advise import Reader, Verdict, Worth
+    from ..budgets.advise import Comparator, Comparison
 
 KINDS = ("tova", "fade", "h2o", "window+4")
 _ABOUT = """\
 Find the smallest capacity per policy whose perplexity on your own text stays within so many points (or per cent) of the
-full model's, and say what that capacity is worth: memory per sequence, largest batch, expected decoding gain. Reading
-stops early wherever the chunks read so far decide already (their 99 % interval lies on one side of the bound).
+full model's, and say what that capacity saves: memory per sequence, largest batch, expected decoding speedup. A
+capacity is tried on as few chunks as decide it (their 99 % interval lies on one side of the tolerance).
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn advise --text notes.txt --within 0.4
   msrnn advise Qwen/Qwen3-0.6B --text contracts.txt --within 5% --memory 24GiB --dtype bfloat16
@@ -39,9 +39,9 @@ the weights ({weights}), activations not counted; with a full cache {full_batch:
 full cache at batch 1 and at these largest batches, from the bytes a step must read and nothing else; not timed here."""
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("advise", help="the capacity a text needs", description=_ABOUT, epilog=_MORE)
-    options.add_model_place(parser)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("advise", help="the capacity a text needs", description=_ABOUT, epilog=_EXAMPLES)
+    options.add_model_argument(parser)
     parser.add_argument("--within", required=True, metavar="X", help="perplexity points (0.4) or per cent (5%%)")
     kinds = "a policy without a size: tova, h2o-layer, tova,profile=FILE; may be repeated"
     parser.add_argument("--policy", action="append", metavar="KIND", help=f"{kinds} (default: {', '.join(KINDS)})")
@@ -53,104 +53,117 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    bound = Bound.parse(arguments.within)
-    kinds = [kind_of(kind) for kind in arguments.policy or _kinds(arguments.model)]
+    tolerance = Tolerance.parse(arguments.within)
+    kinds = arguments.policy or default_kinds(arguments.model)
+    for kind in kinds:
+        check_policy_kind(kind)
     check_texts(arguments)
 
-    from ..budgets.advise import Reader, smallest
-    from ..hf.cost import parse_bytes
+    from ..budgets.advise import Comparator, smallest
+    from ..system.sizes import parse_bytes
 
-    asked = parse_bytes(arguments.memory) if arguments.memory else None
-    model, tokenizer = open_model(arguments)
+    memory_option = parse_bytes(arguments.memory) if arguments.memory else None
+    model, tokenizer = load_model(arguments)
     chunks, _ = read_chunks(arguments, model, tokenizer, arguments.chunks or 16)
-    with bar(None, "tok", arguments.quiet) as shown:
+    with progress(None, "", "tok", arguments.quiet) as bar:
 
-        def told(who: str, tokens: int) -> None:
-            shown.set_description(who, refresh=False)
-            shown.update(tokens)
+        def on_chunks(policy: str, tokens: int) -> None:
+            bar.set_description(policy, refresh=False)
+            bar.update(tokens)
 
-        reader = Reader(model, chunks, batch_of(arguments, model), told)
-        found = {kind: smallest(reader, kind, bound) for kind in kinds}
-    memory = _memory(model) if asked is None else asked
-    facts = _facts(reader, bound, memory) | {"policies": [_row(reader, *item, memory) for item in found.items()]}
-    print(json.dumps(facts)) if arguments.json else _show(facts)
+        comparator = Comparator(model, chunks, batch_size(arguments, model), on_chunks)
+        best = {kind: smallest(comparator, kind, tolerance) for kind in kinds}
+    memory = _device_memory(model) if memory_option is None else memory_option
+    rows = [_row(comparator, kind, comparison, memory) for kind, comparison in best.items()]
+    facts = _facts(comparator, tolerance, memory) | {"policies": rows}
+    print(json.dumps(facts) if arguments.json else _text(facts))
 
 
-def _kinds(model: str | None) -> tuple[str, ...]:
+def default_kinds(model: str | None) -> tuple[str, ...]:
     """The bundled model has a profile of its own, which comes with the package."""
-    own = "SmolLM2-135M-Instruct"
-    return (*KINDS, f"tova,profile={own}") if model is None and profile_path(own).is_file() else KINDS
+    profile = "SmolLM2-135M-Instruct"
+    return (*KINDS, f"tova,profile={profile}") if model is None and profile_path(profile).is_file() else KINDS
 
 
-def _memory(model: PreTrainedModel) -> int:
-    """Of the device: the GPU's, or this machine's."""
+def _device_memory(model: PreTrainedModel) -> int:
+    """Bytes of the GPU's memory, or of this machine's."""
     import torch
+
+    from ..system.memory import physical
 
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return physical()
 
 
-def _facts(reader: Reader, bound: Bound, memory: int) -> dict[str, Any]:
-    count, length = reader.chunks.shape
+def _facts(comparator: Comparator, tolerance: Tolerance, memory: int) -> dict[str, Any]:
+    """The conditions, as --json prints them."""
+    count, length = comparator.chunks.shape
     return {
-        "model": str(reader.model.config.name_or_path),
-        "dtype": str(reader.model.dtype).removeprefix("torch."),
-        "within": str(bound),
+        "model": str(comparator.model.config.name_or_path),
+        "dtype": str(comparator.model.dtype).removeprefix("torch."),
+        "within": str(tolerance),
         "chunks": count,
         "length": length,
-        "full_perplexity": round(reader.perplexity, 4),
+        "full_perplexity": round(comparator.perplexity, 4),
         "memory_bytes": memory,
     }
 
 
-def _row(reader: Reader, kind: str, verdict: Verdict, memory: int) -> dict[str, Any]:
-    """One policy's answer; points are of the full model's perplexity over the whole text."""
-    from ..budgets.advise import worth
+def _row(comparator: Comparator, kind: str, comparison: Comparison, memory: int) -> dict[str, Any]:
+    """The result of one policy; points are of the full model's perplexity over the whole text."""
+    from ..budgets.advise import savings
 
-    value: Worth = worth(reader, kind, verdict.capacity, memory)
-    points = [reader.perplexity * math.expm1(nats) for nats in (verdict.mean, verdict.low, verdict.high)]
+    saved = savings(comparator, kind, comparison.capacity, memory)
+    interval = (comparison.mean, comparison.low, comparison.high)
+    points = [comparator.perplexity * math.expm1(nats) for nats in interval]
     over, low, high = (round(point, 4) if math.isfinite(point) else None for point in points)
-    bounded, full = value.batches
+    bounded, full = saved.batches
     return {
         "policy": kind,
-        "capacity": verdict.capacity,
+        "capacity": comparison.capacity,
         "over_full": over,
         "interval": [low, high],
-        "chunks_read": verdict.chunks,
-        "state_bytes": value.price.state,
-        "full_bytes": value.price.full,
-        "weight_bytes": value.weights,
+        "chunks_read": comparison.chunks,
+        "state_bytes": saved.cost.state,
+        "full_bytes": saved.cost.full,
+        "weight_bytes": saved.weights,
         "batch": bounded,
         "full_batch": full,
-        "gain_batch_1": round(value.single_gain, 3),
-        "gain_largest_batch": None if value.batch_gain is None else round(value.batch_gain, 3),
+        "gain_batch_1": round(saved.single_speedup, 3),
+        "gain_largest_batch": None if saved.batch_speedup is None else round(saved.batch_speedup, 3),
     }
 
 
-def _show(facts: dict[str, Any]) -> None:
-    from ..hf.cost import human
+_HEADER = ("policy", "capacity", "over full", "chunks", "state", "batch", "gain 1", "gain max")
 
-    print(f"{facts['model']} ({facts['dtype']}), {facts['chunks']} chunks of {facts['length']:,} tokens")
-    print(f"full: perplexity {facts['full_perplexity']:.2f}; asked for: within {facts['within']}\n")
-    head = ("policy", "capacity", "over full", "chunks", "state", "batch", "gain 1", "gain max")
-    table = [head, *(_cells(row, facts["length"]) for row in facts["policies"])]
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-    for line in table:
-        print("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]))
-    one = facts["policies"][0]
-    sizes = {"full": human(one["full_bytes"]), "memory": human(facts["memory_bytes"])}
-    sizes |= {"weights": human(one["weight_bytes"])}
-    print("\n" + _NOTES.format(length=facts["length"], full_batch=one["full_batch"], **sizes))
+
+def _text(facts: dict[str, Any]) -> str:
+    """The facts for a person: conditions, a table, and what its columns mean."""
+    from ..system.sizes import human
+
+    first = facts["policies"][0]
+    sizes = {"full": human(first["full_bytes"]), "memory": human(facts["memory_bytes"])}
+    sizes |= {"weights": human(first["weight_bytes"])}
+    return "\n".join(
+        [
+            f"{facts['model']} ({facts['dtype']}), {facts['chunks']} chunks of {facts['length']:,} tokens",
+            f"full: perplexity {facts['full_perplexity']:.2f}; asked for: within {facts['within']}",
+            "",
+            table([_cells(row, facts["length"]) for row in facts["policies"]], _HEADER),
+            "",
+            _NOTES.format(length=facts["length"], full_batch=first["full_batch"], **sizes),
+        ]
+    )
 
 
 def _cells(row: dict[str, Any], length: int) -> tuple[str, ...]:
-    from ..hf.cost import human
+    from ..system.sizes import human
 
     low, high = row["interval"]
     over = f"{row['over_full']:+.2f}" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")
-    most = "-" if row["gain_largest_batch"] is None else f"{row['gain_largest_batch']:.2f}x"
+    largest = "-" if row["gain_largest_batch"] is None else f"{row['gain_largest_batch']:.2f}x"
     if row["capacity"] == length:
         return (row["policy"], "full", "no smaller one is", "", human(row["state_bytes"]), f"{row['batch']:,}", "", "")
     numbers = (f"{row['capacity']:,}", over, f"{row['chunks_read']}", human(row["state_bytes"]), f"{row['batch']:,}")
-    return (row["policy"], *numbers, f"{row['gain_batch_1']:.2f}x", most)
+    return (row["policy"], *numbers, f"{row['gain_batch_1']:.2f}x", largest)

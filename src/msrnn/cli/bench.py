@@ -10,8 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..system.console import note, progress, table
 from . import options
-from .session import device_of, hush, note
+from .argument_parser import Commands, integer
+from .session import resolve_device, silence_transformers
 
 if TYPE_CHECKING:
     from ..bench.run import Settings
@@ -20,7 +22,7 @@ _ABOUT = """\
 Memory, largest batch and speed of bounded states on this machine, against the same engine with a full cache. The
 weights are random: speed does not depend on them. Kernels are checked first; where one is wrong, no speed is printed.
 """
-_MORE = """\
+_EXAMPLES = """\
 parts:
   table     largest batch that fits and its tokens/s, as in the paper's table 1
   same      the same batch for all
@@ -34,8 +36,8 @@ examples:
 """
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("bench", help="memory and speed on this machine", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("bench", help="memory and speed on this machine", description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument(
         "--shape", default="tiny", help="tiny, llama-2-7b, llama-3-8b, a hub name or a folder (default: tiny)"
     )
@@ -48,26 +50,24 @@ def add(commands: options.Commands[options.Parser]) -> None:
         help="what to measure (default: table same prefill)",
     )
     parser.add_argument("--policy", nargs="+", metavar="POLICY", help="default: tova at 1/16 to 1/2 of the context")
-    parser.add_argument("--context", type=options.whole(2), metavar="N", help="tokens when decoding (default: 4096)")
-    parser.add_argument(
-        "--batch", type=options.whole(1), nargs="+", metavar="N", help="default: 1 48; of prompts: 1 8 32 64"
-    )
+    parser.add_argument("--context", type=integer(2), metavar="N", help="tokens when decoding (default: 4096)")
+    parser.add_argument("--batch", type=integer(1), nargs="+", metavar="N", help="default: 1 48; of prompts: 1 8 32 64")
     parser.add_argument(
         "--length",
-        type=options.whole(1),
+        type=integer(1),
         nargs="+",
         metavar="N",
         help="prompts (default: 1024 4096 16384 65536 131072)",
     )
     parser.add_argument(
         "--most",
-        type=options.whole(1),
+        type=integer(1),
         default=2**17,
         metavar="N",
         help="tokens of all prompts at once; lengths and batches that come to more are left out (default: 131072)",
     )
-    parser.add_argument("--chunk", type=options.whole(1), default=256, metavar="N", help="of a prompt (default: 256)")
-    parser.add_argument("--runs", type=options.whole(1), default=5, metavar="N", help="per figure (default: 5)")
+    parser.add_argument("--chunk", type=integer(1), default=256, metavar="N", help="of a prompt (default: 256)")
+    parser.add_argument("--runs", type=integer(1), default=5, metavar="N", help="per figure (default: 5)")
     parser.add_argument("--compiled", action="store_true", help="let torch.compile fuse small operations")
     parser.add_argument("--dtype", choices=options.DTYPES[1:], help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
@@ -78,16 +78,15 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 def run(arguments: Namespace) -> None:
     import torch
-    from tqdm import tqdm
 
     from ..bench import gate, measure, shapes
     from ..bench import run as runs
 
-    device = torch.device(device_of(arguments.device))
-    hush()
+    device = torch.device(resolve_device(arguments.device))
+    silence_transformers()
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shapes.config(arguments.shape)
-    settings = _settings(arguments)  # what cannot be measured is refused before anything is computed
+    settings = _settings(arguments)  # refuses what cannot be measured before anything is computed
     passed = gate.check(device)
     if not arguments.quiet:
         note(f"{passed} checks of the kernels passed on {device}")
@@ -95,24 +94,24 @@ def run(arguments: Namespace) -> None:
     settings = replace(settings, bytes_per_second=measure.bandwidth(device))
     shared = measure.conditions(device, shape=arguments.shape, dtype=str(dtype)[6:], weights="random",
                                 copy_bytes_per_s=settings.bytes_per_second)  # fmt: skip
-    bar = tqdm(total=runs.count(arguments.parts, settings), unit="figure", disable=arguments.quiet or None, leave=False)
+    bar = progress(runs.count(arguments.parts, settings), "bench", "figure", arguments.quiet)
     records = []
-    with bar, _Log(arguments.output) as log:
+    with bar, _RecordFile(arguments.output) as file:
         for record in runs.run(model, arguments.parts, settings):
             records.append(record)
-            log.add(shared | record)
+            file.add(shared | record)
             bar.set_postfix_str(f"{record['policy']}, {record['part']}")
             bar.update()
     if arguments.json:
         print(json.dumps({"conditions": shared, "records": records}))
         return
     print(f"{arguments.shape}, random weights, {str(dtype)[6:]}, {shared['machine']}, torch {torch.__version__}")
-    show(records)
+    print(_table(records))
 
 
 def _settings(arguments: Namespace) -> Settings:
     from ..bench.run import Settings
-    from ..policy import parse
+    from ..policy import parse_policy
 
     small = arguments.shape == "tiny"
     lengths = arguments.length or ((64,) if small else (1024, 4096, 16384, 65536, 131072))
@@ -124,7 +123,7 @@ def _settings(arguments: Namespace) -> Settings:
         )
     context = arguments.context or (64 if small else 4096)
     sizes = [f"tova:1/{part}" for part in (16, 8, 4, 2)]
-    policies = tuple(str(parse(text, length=context)) for text in arguments.policy or sizes)
+    policies = tuple(str(parse_policy(text, length=context)) for text in arguments.policy or sizes)
     return Settings(
         policies=tuple(dict.fromkeys(policies)),
         context=context,
@@ -136,14 +135,14 @@ def _settings(arguments: Namespace) -> Settings:
     )
 
 
-class _Log:
-    """Records go to the file one by one, so that an interrupted run keeps what it has."""
+class _RecordFile:
+    """Records are appended one by one, so that an interrupted run keeps its first ones."""
 
     def __init__(self, path: str | None) -> None:
         self.path = path
         self.file: TextIO | None = None
 
-    def __enter__(self) -> _Log:
+    def __enter__(self) -> _RecordFile:
         if self.path is not None:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             self.file = Path(self.path).open("a", encoding="utf-8")
@@ -159,30 +158,24 @@ class _Log:
             self.file.flush()
 
 
-_COLUMNS = (
-    ("part", 9), ("policy", 14), ("batch", 7), ("tokens", 8), ("KV a sequence", 14), ("ms", 10), ("tokens/s", 11),
-    ("x full", 8), ("x floor", 8),
-)  # fmt: skip
+_HEADER = ("part", "policy", "batch", "tokens", "KV a sequence", "ms", "tokens/s", "x full", "x floor")
 
 
-def show(records: list[dict[str, Any]]) -> None:
-    print("".join(f"{name:>{width}}" for name, width in _COLUMNS))
-    for record in records:
-        cells = _cells(record)
-        print("".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
+def _table(records: list[dict[str, Any]]) -> str:
+    return table(map(_cells, records), _HEADER)
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    from ..hf.cost import human
+    from ..system.sizes import human
 
-    where = [record["part"], record["policy"], str(record.get("batch", "-"))]
-    where.append(f"{record.get('context', record.get('length', 0)):,}")
+    conditions = [record["part"], record["policy"], str(record.get("batch", "-"))]
+    conditions.append(f"{record.get('context', record.get('length', 0)):,}")
     if record.get("out_of_memory"):
-        return [*where, "out of memory", "-", "-", "-", "-"]
+        return [*conditions, "out of memory", "-", "-", "-", "-"]
     state = human(record["state_bytes"] / record["batch"]) if "state_bytes" in record else "-"
     speed = [f"{1e3 * record['median_s']:.2f}", f"{record['tokens_per_s']:,.0f}"]
-    return [*where, state, *speed, *(_times(record.get(name)) for name in ("times_full", "times_floor"))]
+    return [*conditions, state, *speed, *(_ratio(record.get(name)) for name in ("times_full", "times_floor"))]
 
 
-def _times(value: float | None) -> str:
+def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"

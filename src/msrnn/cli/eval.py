@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..system.console import note, table
 from . import options
-from .session import device_of, hush, note
+from .argument_parser import Commands, integer, number
+from .session import load_model
 
 if TYPE_CHECKING:
     from ..eval.experiment import Experiment
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Run an experiment: a task and policies, from a TOML file (experiments/ has those of the paper). Every finished sample
-is kept in a log beside the records, so a run that was stopped goes on where it was. Records are added to --out as JSON
-lines, and a table of them is printed.
+is kept in a log beside the records, so a run that was stopped resumes. Records are added to --out as JSON lines, and a
+table of them is printed.
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn eval experiments/pg19.toml --data texts --limit 8
   msrnn eval experiments/pg19.toml --data texts --dtype bfloat16 --batch 64 --out results/pg19.jsonl
@@ -32,24 +34,19 @@ public sets by their names.
 """
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("eval", help="run an experiment of the paper", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("eval", help="run an experiment of the paper", description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument("experiment", metavar="FILE", help="a TOML file, e.g. experiments/pg19.toml")
     parser.add_argument("--data", metavar="FOLDER", help="where the texts are (default: the datasets library)")
     parser.add_argument("--out", metavar="FILE", help="where records go (default: results/NAME.jsonl)")
-    parser.add_argument("--limit", type=options.whole(1), metavar="N", help="so many samples at most, from all groups")
-    parser.add_argument("--batch", type=options.whole(1), metavar="N", help="samples at once")
-    parser.add_argument("--minutes", type=options.number(0), metavar="X", help="begin no batch after this time")
+    parser.add_argument("--limit", type=integer(1), metavar="N", help="N samples at most, from all groups")
+    parser.add_argument("--batch", type=integer(1), metavar="N", help="samples at once")
+    parser.add_argument("--minutes", type=number(0), metavar="X", help="start no new batch after this time")
     parser.add_argument(
         "--policy", action="append", metavar="POLICY", help="instead of the file's policies; may be given several times"
     )
-    parser.add_argument(
-        "--engine",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="write answers with msrnn's engine, or with transformers' generate (default: on a GPU)",
-    )
-    parser.add_argument("--seed", type=options.whole(0), metavar="N", help="of samples and intervals (default: 0)")
+    options.add_engine(parser, "generate answers")
+    parser.add_argument("--seed", type=integer(0), metavar="N", help="of samples and intervals (default: 0)")
     options.add_model(parser)
     options.add_output(parser)
     parser.set_defaults(run=run)
@@ -61,49 +58,44 @@ def run(arguments: Namespace) -> None:
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {out}: records are JSON lines; give a name that ends in .jsonl")
 
-    import torch
+    from ..eval.run import run as run_experiment
 
-    from ..eval.run import run as go
-    from ..hf.load import load
-
-    hush()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    model, tokenizer = load(
-        experiment.model,
-        dtype=experiment.dtype,
-        device=device_of(arguments.device),
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    records = go(experiment, model, tokenizer, out, minutes=arguments.minutes, quiet=arguments.quiet)
+    arguments.model, arguments.dtype = experiment.model, experiment.dtype
+    model, tokenizer = load_model(arguments)
+    records = run_experiment(experiment, model, tokenizer, out, minutes=arguments.minutes, quiet=arguments.quiet)
     if arguments.json:
         _print_json(records)
     else:
-        print(table(records))
+        print(_table(records))
     if not arguments.quiet:
-        note(f"{len(records):,} records in {out}" if records else "no sample was done by every policy yet; go on later")
+        note(
+            f"{len(records):,} records in {out}"
+            if records
+            else "no sample was done by every policy yet; run it again to continue"
+        )
 
 
 def _experiment(arguments: Namespace) -> Experiment:
-    """The file's experiment with what the command line changes."""
+    """The file's experiment, with the options of the command line in place of its settings."""
     from ..eval.experiment import read_experiment
     from ..eval.tasks import settings
 
-    made = read_experiment(arguments.experiment, settings())
-    given = {name: getattr(arguments, name) for name in ("model", "data", "limit", "batch", "seed")}
-    changes = {name: value for name, value in given.items() if value is not None}
+    experiment = read_experiment(arguments.experiment, settings())
+    overrides = {name: getattr(arguments, name) for name in ("model", "data", "limit", "batch", "seed")}
+    changes = {name: value for name, value in overrides.items() if value is not None}
     if arguments.dtype != "auto":
         changes["dtype"] = arguments.dtype
     if arguments.engine != "auto":
         changes["engine"] = arguments.engine == "on"
     if arguments.policy:
         changes["policies"] = tuple(arguments.policy)
-    made = replace(made, **changes)
-    made.entries()
-    if made.data is not None and not Path(made.data).is_dir():
-        raise ValueError(f"--data {made.data} is not a folder; give one, or leave it out to fetch the public sets")
-    return made
+    experiment = replace(experiment, **changes)
+    experiment.entries()  # refuses policies that cannot be parsed
+    if experiment.data is not None and not Path(experiment.data).is_dir():
+        raise ValueError(
+            f"--data {experiment.data} is not a folder; give one, or leave it out to fetch the public sets"
+        )
+    return experiment
 
 
 def _print_json(records: Iterable[Record]) -> None:
@@ -114,13 +106,11 @@ def _print_json(records: Iterable[Record]) -> None:
         print(json.dumps(asdict(record), ensure_ascii=False))
 
 
-def table(records: Iterable[Record]) -> str:
-    """One line per record, aligned; the interval beside the value."""
-    rows = [("policy", "", "metric", "value", "95 % interval", "samples")]
-    for one in records:
-        cell = " ".join(f"{name}={value}" for name, value in one.cell.items())
-        sure = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
-        rows.append((one.policy, cell, one.metric, f"{one.value:.4f}", sure, f"{one.samples:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _table(records: Iterable[Record]) -> str:
+    """One line per record, with the interval beside the value."""
+    rows = []
+    for record in records:
+        cell = " ".join(f"{name}={value}" for name, value in record.cell.items())
+        interval = "" if record.low is None or record.high is None else f"{record.low:.4g} to {record.high:.4g}"
+        rows.append((record.policy, cell, record.metric, f"{record.value:.4f}", interval, record.samples))
+    return table(rows, ("policy", "", "metric", "value", "95 % interval", "samples"))

@@ -1,68 +1,28 @@
-"""Options that several commands share, and what they may be. Light: no torch, no transformers."""
+"""Options that several commands share, and checks of them. Light: no torch, no transformers."""
 
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-from collections.abc import Callable
-from typing import NoReturn
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from .argument_parser import Parser, integer, number
 
 POLICY = "tova:512"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with whole option names only, errors of one line, and epilogs printed as they are written."""
-
-    def __init__(self, *args: object, **settings: object) -> None:
-        defaults = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(*args, **(defaults | settings))  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        print(f"msrnn: error: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
-Commands = argparse._SubParsersAction  # the only name argparse has for it
-
-
-def whole(low: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text.replace("_", "").replace(",", ""))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least {low}")
-        return value
-
-    return read
-
-
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """A number from `low` (or `above` it) to `high`."""
-    span = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {span}")
-        return value
-
-    return read
+_MODEL = "a hub name, a folder or a .gguf file (default: the bundled SmolLM2-135M-Instruct, fetched once)"
 
 
 def add_input(parser: Parser) -> None:
+    """PROMPT and --file."""
     group = parser.add_argument_group("text")
     group.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text itself; - or nothing: standard input")
     group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 text file of any length; - is standard input")
 
 
 def add_policy(parser: Parser, *, option: bool = True) -> None:
+    """--policy (unless the command has it as an argument), --profile and --length."""
     group = parser.add_argument_group("state")
     if option:
         group.add_argument(
@@ -73,61 +33,58 @@ def add_policy(parser: Parser, *, option: bool = True) -> None:
         )
     group.add_argument("--profile", metavar="FILE", help="one capacity per layer: a file of msrnn calibrate")
     group.add_argument(
-        "--length", type=whole(1), metavar="N", help="what fractions are of (default: the model's trained context)"
+        "--length",
+        type=integer(1),
+        metavar="N",
+        help="the length that a fraction such as tova:1/8 refers to (default: the model's trained context)",
     )
 
 
 def add_prompt_mode(parser: Parser) -> None:
+    """--prompt-mode."""
     parser.add_argument(
         "--prompt-mode",
         choices=("recurrent", "oneshot"),
         default="recurrent",
-        help="recurrent: the prompt goes through the bounded state too; oneshot: it is read under full attention and "
-        "then cut down, which needs memory for all of it (default: recurrent)",
+        help="recurrent: the prompt goes through the bounded state too; oneshot: prefill under full attention, then "
+        "evict down to the capacity, which needs memory for the whole prompt (default: recurrent)",
     )
 
 
-def add_model_place(parser: Parser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a hub name, a folder or a .gguf file (default: the bundled SmolLM2-135M-Instruct, fetched once)",
-    )
+def add_model_argument(parser: Parser) -> None:
+    """MODEL, as an argument."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
 
 
 def add_model(parser: Parser, *, option: bool = True, weights: bool = True) -> None:
+    """--model (unless the command has it as an argument), and how it is loaded; `weights`: where it runs."""
     group = parser.add_argument_group("model")
     if option:
-        group.add_argument(
-            "--model",
-            metavar="MODEL",
-            help="a hub name, a folder or a .gguf file (default: the bundled SmolLM2-135M-Instruct, fetched once)",
-        )
+        group.add_argument("--model", metavar="MODEL", help=_MODEL)
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub model")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="numbers to compute with (default: the model's)")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the model's)")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     if weights:
         group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-        group.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's own choice)")
+        group.add_argument("--threads", type=integer(1), metavar="N", help="CPU threads (default: torch's own choice)")
 
 
 def add_sampling(parser: Parser, tokens: int) -> None:
-    group = parser.add_argument_group("writing")
+    """How many tokens to generate, and how they are chosen."""
+    group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-new-tokens", type=whole(1), default=tokens, metavar="N", help=f"tokens at most (default: {tokens})"
+        "--max-new-tokens", type=integer(1), default=tokens, metavar="N", help=f"tokens at most (default: {tokens})"
     )
     group.add_argument(
-        "--temperature",
-        type=number(0),
-        default=0.0,
+        "--temperature", type=number(0), default=0.0, metavar="X", help="above 0: sample (default: 0, greedy)"
+    )
+    group.add_argument(
+        "--top-p",
+        type=number(0, 1, above=True),
         metavar="X",
-        help="above 0: sample (default: 0, the likeliest token)",
+        help="nucleus sampling: from the most likely tokens that add up to this probability",
     )
-    group.add_argument(
-        "--top-p", type=number(0, 1, above=True), metavar="X", help="sample from the likeliest tokens of this total"
-    )
-    group.add_argument("--top-k", type=whole(1), metavar="N", help="sample from so many of the likeliest tokens")
+    group.add_argument("--top-k", type=integer(1), metavar="N", help="sample from the N most likely tokens")
     group.add_argument(
         "--repetition-penalty",
         type=number(0, above=True),
@@ -135,20 +92,38 @@ def add_sampling(parser: Parser, tokens: int) -> None:
         metavar="X",
         help="above 1: repeat less (default: 1)",
     )
-    group.add_argument("--seed", type=whole(0), metavar="N", help="sample the same again")
+    group.add_argument("--seed", type=integer(0), metavar="N", help="for samples that can be repeated")
+
+
+def add_engine(parser: Parser, verb: str) -> None:
+    """--engine; `verb` says what it is used for."""
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help=f"{verb} with msrnn's engine, or with transformers' generate (default: auto, the engine on a GPU)",
+    )
 
 
 def add_output(parser: Parser) -> None:
+    """--json and --quiet."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    add_quiet(parser)
+
+
+def add_quiet(parser: Parser) -> None:
+    """--quiet."""
     parser.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress on standard error")
 
 
 def add_results(parser: Parser) -> None:
+    """RESULTS: files and folders of records."""
     about = "files of records, traces, or folders of them (default: results, where msrnn eval puts records)"
     parser.add_argument("results", nargs="*", default=["results"], metavar="RESULTS", help=about)
 
 
 def check_sampling(arguments: argparse.Namespace) -> None:
+    """Refuse sampling options that greedy decoding would ignore."""
     for name in ("top_p", "top_k"):
         if getattr(arguments, name) is not None and arguments.temperature == 0:
             option = "--" + name.replace("_", "-")
@@ -157,12 +132,26 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
-    from ..policy import parse, plan, read_profile, split_profile
+    from ..budgets.profile import plan_for, read_profile
+    from ..policy import parse_policy, split_policy
 
-    policy, named = split_profile(arguments.policy or ("tova" if arguments.profile else POLICY))
-    if named and arguments.profile:
-        raise ValueError(f"--policy names the profile {named} and --profile {arguments.profile}; give one of them")
-    if profile := arguments.profile or named:
-        plan(f"{policy},profile={profile}", len(read_profile(profile)))
+    policy = split_policy(arguments.policy or ("tova" if arguments.profile else POLICY))
+    if policy.profile and arguments.profile:
+        both = f"--policy names the profile {policy.profile} and --profile {arguments.profile}"
+        raise ValueError(f"{both}; give one of them")
+    if profile := arguments.profile or policy.profile:
+        plan_for(str(replace(policy, profile=profile)), len(read_profile(profile)))
     else:
-        parse(policy, length=arguments.length or 1 << 40, slot_bytes=1)
+        parse_policy(str(policy), length=arguments.length or 1 << 40, slot_bytes=1)
+
+
+def check_output_file(path: str | Path) -> Path:
+    """Refuse an output file that cannot be written, before hours of work."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"--output {path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--output {path}: the folder {path.parent} cannot be written to; choose another")
+    return path

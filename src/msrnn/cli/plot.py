@@ -5,14 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from ..system.console import note
 from . import options
-from .session import note
+from .argument_parser import Commands
 
 _ABOUT = """\
-Draw every figure that the results have something for: records (*.jsonl) of msrnn eval, retention and of our benchmarks,
+Draw every figure for which the results have data: records (*.jsonl) of msrnn eval, retention and of our benchmarks,
 traces (*.safetensors) of msrnn trace, and folders of both.
 """
-_MORE = """\
+_EXAMPLES = """\
 figures of records: perplexity, score, running, retention, words, throughput, serving, needle, turns
 figures of traces:  map, layers, agreement
 
@@ -23,11 +24,11 @@ examples:
 """
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("plot", help="figures from results", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("plot", help="figures from results", description=_ABOUT, epilog=_EXAMPLES)
     options.add_results(parser)
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the figures")
-    parser.add_argument("--figure", metavar="NAME", help="this one only (default: all there is something for)")
+    parser.add_argument("--figure", metavar="NAME", help="this one only (default: all for which there is data)")
     parser.add_argument("--format", choices=("png", "svg", "pdf"), default="png", help="(default: png)")
     parser.set_defaults(run=run)
 
@@ -40,16 +41,16 @@ def run(arguments: Namespace) -> None:
     results = open_results(arguments.results)
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = {"only": arguments.figure, "kind": arguments.format}
-    drawn = 0
-    for name, _, file in draw(results.records, folder, **chosen):
+    settings = {"only": arguments.figure, "kind": arguments.format}
+    count = 0
+    for name, _, file in draw(results.records, folder, **settings):
         print(file)
-        drawn += bool(name)
+        count += bool(name)
     for path in results.traces:
-        for _, file in draw_trace(load_trace(path), path.stem, folder, **chosen):
+        for _, file in draw_trace(load_trace(path), path.stem, folder, **settings):
             print(file)
-            drawn += 1
-    if not drawn:
-        wanted = f"the figure {arguments.figure!r}" if arguments.figure else "any figure"
-        raise ValueError(f"{len(results.records)} records and {len(results.traces)} traces have nothing for {wanted}")
-    note(f"{drawn} figures from {len(results.records):,} records and {len(results.traces)} traces")
+            count += 1
+    if not count:
+        figure = f"the figure {arguments.figure!r}" if arguments.figure else "any figure"
+        raise ValueError(f"{len(results.records)} records and {len(results.traces)} traces have nothing for {figure}")
+    note(f"{count} figures from {len(results.records):,} records and {len(results.traces)} traces")

@@ -1,18 +1,19 @@
-"""`msrnn report`: one page with all tables and figures of some results."""
+"""`msrnn report`: one HTML page with all tables and figures of some results."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
 
+from ..system.console import note
 from . import options
-from .session import note
+from .argument_parser import Commands
 
 _ABOUT = """\
-Write one HTML page with every table and figure that the results have something for, the paper's numbers beside ours,
-the conditions, and the command that makes each again. The page needs no other file and no network.
+Write one HTML page with every table and figure for which the results have data, the paper's numbers beside ours, the
+conditions, and the command that reproduces each. The page needs no other file and no network.
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn report                               # everything in the folder results, where msrnn eval puts its records
   msrnn report results/pg19.jsonl traces/ -o report.html --title "PG-19 on my model"
@@ -20,8 +21,8 @@ examples:
 """
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("report", help="a page of tables and figures", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("report", help="a page of tables and figures", description=_ABOUT, epilog=_EXAMPLES)
     options.add_results(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html)")
     parser.add_argument("--title", default="msrnn: results", help="(default: %(default)s)")

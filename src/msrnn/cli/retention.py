@@ -1,25 +1,27 @@
-"""`msrnn retention`: which tokens stay, measured on texts and written as records."""
+"""`msrnn retention`: which tokens are kept, measured on texts and written as records."""
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..system.console import note, progress
 from ..system.text import read_blocks
 from . import options
-from .session import device_of, hush, note
+from .argument_parser import Commands, integer
+from .session import load_model
 
 if TYPE_CHECKING:
     from ..eval.perplexity import Progress
+    from ..eval.record import Record
 
 _ABOUT = """\
-Read texts under one or several policies and write records of what stayed: the share of recent tokens, the first token
+Read texts under one or several policies and write records of what was kept: the share of recent tokens, the first token
 and tokens 2 to 25, survival by age, mean steps kept by word class (Penn tags), agreement of layers and of heads.
 Policies of one capacity are compared with the first of them. msrnn plot and msrnn report show the records.
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn retention book.txt --policy tova:256 -o results/retention.jsonl
   msrnn retention books/ --policy tova:256 --policy tova-head:256 --traces traces -o results/retention.jsonl
@@ -27,60 +29,52 @@ examples:
 """
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("retention", help="which kinds of tokens stay", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "retention", help="which kinds of tokens are kept", description=_ABOUT, epilog=_EXAMPLES
+    )
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="UTF-8 text files, or folders of *.txt")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="records are added to this file")
     parser.add_argument("--policy", action="append", metavar="POLICY", help="may be given again (default: tova:256)")
     parser.add_argument(
-        "--tokens", type=options.whole(2), default=4096, metavar="N", help="read so many of each (default: 4096)"
+        "--tokens", type=integer(2), default=4096, metavar="N", help="read N tokens of each (default: 4096)"
     )
-    parser.add_argument("--traces", metavar="DIR", help="keep a trace of every reading here, and use those it has")
+    parser.add_argument("--traces", metavar="DIR", help="save a trace of every text here, and reuse those that exist")
     parser.add_argument("--no-words", action="store_true", help="leave word classes out; the tagger is not needed")
     options.add_model(parser)
-    parser.add_argument("-q", "--quiet", action="store_true", help="no notes and no progress on standard error")
+    options.add_quiet(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: Namespace) -> None:
-    from ..policy import parse, split_profile
+    from ..policy import parse_policy, split_policy
 
-    wanted = arguments.policy or ["tova:256"]
-    policies = list(dict.fromkeys(text if split_profile(text)[1] else str(parse(text)) for text in wanted))
-    texts = dict(read_text(path) for given in arguments.texts for path in text_files(given))
-    _check_output(Path(arguments.output))
-    import torch
+    names = arguments.policy or ["tova:256"]
+    policies = list(dict.fromkeys(text if split_policy(text).profile else str(parse_policy(text)) for text in names))
+    texts = dict(read_text(path) for name in arguments.texts for path in text_files(name))
+    options.check_output_file(arguments.output)
 
     from ..analysis.measure import measure
     from ..eval.record import write_records
-    from ..hf.load import load
 
-    hush()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    where = {"device": device_of(arguments.device), "dtype": arguments.dtype, "revision": arguments.revision}
-    model, tokenizer = load(arguments.model, **where, trust_remote_code=arguments.trust_remote_code)
+    model, tokenizer = load_model(arguments)
     bars = Bars(arguments.tokens, arguments.quiet)
-    options_ = {"length": arguments.tokens, "words": not arguments.no_words, "traces": arguments.traces}
-    records = measure(model, tokenizer, texts, policies, progress=bars, **options_)
+    settings = {"length": arguments.tokens, "words": not arguments.no_words, "traces": arguments.traces}
+    records = measure(model, tokenizer, texts, policies, progress=bars, **settings)
     new = write_records(arguments.output, records)
-    _show(records)
+    _print_tables(records)
     if not arguments.quiet:
         note(f"{len(new)} records in {arguments.output}; see them with msrnn plot {arguments.output} -o figures")
 
 
 class Bars:
-    """A progress bar for each reading, the one before it gone."""
+    """A progress bar for each text and policy, which disappears at its end."""
 
     def __init__(self, total: int, quiet: bool) -> None:
         self.total, self.quiet = total, quiet
 
-    def __call__(self, name: str) -> Progress | None:
-        from tqdm import tqdm
-
-        seen = sys.stderr.isatty()
-        pace = {"mininterval": 0.2 if seen else 10, "delay": 0.5 if seen else 10}
-        bar = tqdm(total=self.total, desc=name, unit="tok", leave=False, disable=self.quiet, **pace)
+    def __call__(self, description: str) -> Progress | None:
+        bar = progress(self.total, description, "tok", self.quiet)
 
         def update(count: int) -> None:
             bar.update(count)
@@ -90,15 +84,16 @@ class Bars:
         return update
 
 
-def text_files(given: str) -> list[Path]:
-    path = Path(given)
+def text_files(name: str) -> list[Path]:
+    """The file, or the *.txt of the folder."""
+    path = Path(name)
     if path.is_dir():
-        found = sorted(path.glob("*.txt"))
-        if not found:
-            raise ValueError(f"{given} has no *.txt; give text files, or a folder that has some")
-        return found
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise ValueError(f"{name} has no *.txt; give text files, or a folder that has some")
+        return files
     if not path.exists():
-        raise ValueError(f"there is no file {given}; give text files, or folders of *.txt")
+        raise ValueError(f"there is no file {name}; give text files, or folders of *.txt")
     return [path]
 
 
@@ -110,14 +105,7 @@ def read_text(path: Path) -> tuple[str, str]:
     return path.stem, text
 
 
-def _check_output(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"--output {path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
-
-
-def _show(records: list) -> None:  # type: ignore[type-arg]
+def _print_tables(records: list[Record]) -> None:
     from ..analysis.table import retention_table, words_table
 
     for table in (retention_table(records), words_table(records)):

@@ -14,15 +14,17 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
+from ..system.console import note
 from . import options
-from .session import hush, note, policy_of
+from .argument_parser import Commands, Parser
+from .session import config_dtype, policy_text, silence_transformers
 
 _ABOUT = """\
 Serve a model over HTTP with vLLM, every request in a state of fixed size: as many run at once as states fit into the
 memory, whatever the length of their texts. Before it starts, it says what a request takes. Any option of `vllm serve`
-may follow; what a bounded state does not go with is refused by name. Needs `pip install "msrnn[vllm]"`.
+may follow; those that a bounded state cannot support are refused by name. Needs `pip install "msrnn[vllm]"`.
 """
-_MORE = """\
+_EXAMPLES = """\
 examples:
   msrnn serve meta-llama/Llama-3.1-8B-Instruct --policy tova:1024 --port 8000
   msrnn serve Qwen/Qwen3-8B --policy h2o:512 --tensor-parallel-size 2 --kv-cache-memory-bytes 8G
@@ -32,8 +34,10 @@ examples:
 _SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def add(commands: options.Commands[options.Parser]) -> None:
-    parser = commands.add_parser("serve", help="serve a model over HTTP with vLLM", description=_ABOUT, epilog=_MORE)
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP with vLLM", description=_ABOUT, epilog=_EXAMPLES
+    )
     options.add_policy(parser)
     _add_prefix(parser)
     parser.add_argument("model", metavar="MODEL", help="a hub name or a folder, as vLLM takes it")
@@ -42,8 +46,8 @@ def add(commands: options.Commands[options.Parser]) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    later, rest = _own_options(arguments.rest)
-    for name, value in vars(later).items():
+    own, rest = _own_options(arguments.rest)
+    for name, value in vars(own).items():
         if value is not None:
             setattr(arguments, name, value)
     options.check_policy(arguments)
@@ -53,11 +57,11 @@ def run(arguments: Namespace) -> None:
 
     plugin.check_version(plugin.vllm_version())
     plugin.check_found()
-    asked = VllmOptions(rest)
-    asked.refuse()
-    hush()
-    plan = _announce(arguments, asked)
-    prefixes = _prefixes(arguments, asked, plan)
+    vllm_options = VllmOptions(rest)
+    vllm_options.refuse_unsupported()
+    silence_transformers()
+    plan = _announce_cost(arguments, vllm_options)
+    prefixes = _prefix_options(arguments, vllm_options, plan)
     raise SystemExit(_serve([arguments.model, *rest, *prefixes], settings.write(plan)))
 
 
@@ -70,41 +74,40 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prefixes(arguments: Namespace, asked: VllmOptions, plan: Any) -> list[str]:
-    """The option that tells vLLM's workers of the prefixes, once it is sure that they fit."""
+def _prefix_options(arguments: Namespace, vllm_options: VllmOptions, plan: Any) -> list[str]:
+    """The option that names the prefixes to vLLM's workers, after a check that they fit the model and the plan."""
     if not arguments.prefix:
         return []
     from ..hf.load import config
     from ..vllm.prefix import CONNECTOR, FILES, Prefix
 
-    given = asked.given
+    parsed = vllm_options.parsed
     files: dict[str, str] = {}
     for text in arguments.prefix:
         name, equals, file = text.partition("=")
         if not (name and equals and file) or name in files:
             raise ValueError(f"--prefix {text!r}: write NAME=FILE, every name once")
         files[name] = os.path.abspath(file)
-    dtype = _dtype(
-        given.dtype, config(arguments.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
-    )
+    origin = {"revision": parsed.revision, "trust_remote_code": parsed.trust_remote_code}
+    dtype = _dtype(parsed.dtype, config(arguments.model, **origin))
     for name, file in files.items():
         prefix = Prefix.read(name, file)
-        prefix.check(arguments.model, given.revision, dtype, [str(policy) for policy in plan.policies])
+        prefix.check(arguments.model, parsed.revision, dtype, [str(policy) for policy in plan.policies])
         note(f"prefix {name}: {len(prefix.tokens):,} tokens that no request has to read")
     connector = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
     return ["--kv-transfer-config", json.dumps(connector)]
 
 
 def _own_options(rest: list[str]) -> tuple[Namespace, list[str]]:
-    """msrnn's options may stand among vLLM's."""
-    parser = options.Parser(prog="msrnn serve", add_help=False)
+    """msrnn's options, which may stand among vLLM's, and the rest."""
+    parser = Parser(prog="msrnn serve", add_help=False)
     options.add_policy(parser)
     _add_prefix(parser)
     return parser.parse_known_args(rest)
 
 
 class VllmOptions:
-    """What msrnn must know of vLLM's options; the rest is vLLM's business."""
+    """Those of vLLM's options that msrnn must know; vLLM checks the rest."""
 
     def __init__(self, rest: list[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -115,102 +118,100 @@ class VllmOptions:
         for name in ("decode-context-parallel-size", "prefill-context-parallel-size", "attention-backend"):
             parser.add_argument(f"--{name}")
         parser.add_argument("--trust-remote-code", action="store_true")
-        dashed = [_dashed(option) for option in rest]
-        self.given = parser.parse_known_args(dashed)[0]
+        self.parsed = parser.parse_known_args([_with_dashes(option) for option in rest])[0]
 
-    def refuse(self) -> None:
-        given = self.given
-        if given.speculative_config or given.speculative_model or given.spec_method:
+    def refuse_unsupported(self) -> None:
+        """Refuse options that a bounded state cannot support."""
+        parsed = self.parsed
+        if parsed.speculative_config or parsed.speculative_model or parsed.spec_method:
             raise ValueError(
                 "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out"
             )
-        if given.kv_transfer_config:
+        if parsed.kv_transfer_config:
             raise ValueError(
                 "KV connectors move blocks of tokens, and a state is one block; leave --kv-transfer-config out"
             )
-        if given.kv_cache_dtype not in (None, "auto", "float16", "bfloat16", "float32"):
+        if parsed.kv_cache_dtype not in (None, "auto", "float16", "bfloat16", "float32"):
             raise ValueError(
-                f"--kv-cache-dtype {given.kv_cache_dtype}: quantised states are not supported; leave it out"
+                f"--kv-cache-dtype {parsed.kv_cache_dtype}: quantised states are not supported; leave it out"
             )
         for name in ("decode", "prefill"):
-            if getattr(given, f"{name}_context_parallel_size") not in (None, "1"):
+            if getattr(parsed, f"{name}_context_parallel_size") not in (None, "1"):
                 raise ValueError(
                     f"--{name}-context-parallel-size spreads a request's tokens over processes; use "
                     "--tensor-parallel-size or --pipeline-parallel-size"
                 )
-        if given.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
-            raise ValueError(f"--attention-backend {given.attention_backend}: the backend is msrnn's; leave it out")
+        if parsed.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
+            raise ValueError(f"--attention-backend {parsed.attention_backend}: the backend is msrnn's; leave it out")
 
     @property
     def memory(self) -> int | None:
         """Bytes for states, where they are known before vLLM looks at the device."""
-        if self.given.kv_cache_memory_bytes:
-            return _bytes(self.given.kv_cache_memory_bytes)
+        if self.parsed.kv_cache_memory_bytes:
+            return _vllm_bytes(self.parsed.kv_cache_memory_bytes)
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         return int(space) << 30 if space and space.isdigit() else None
 
 
-def _dashed(option: str) -> str:
-    """vLLM takes --max_model_len for --max-model-len."""
+def _with_dashes(option: str) -> str:
+    """vLLM accepts --max_model_len for --max-model-len."""
     if not option.startswith("--"):
         return option
     name, equals, value = option.partition("=")
     return name.replace("_", "-") + equals + value
 
 
-def _bytes(text: str) -> int:
-    """As vLLM reads sizes: 25.6k, 2G (powers of ten), 2Gi (powers of two) or a number."""
-    from ..hf.cost import parse_bytes
+def _vllm_bytes(text: str) -> int:
+    """As vLLM parses sizes: 25.6k, 2G (powers of ten), 2Gi (powers of two) or a number."""
+    from ..system.sizes import parse_bytes
 
-    sized = text.strip()
-    return parse_bytes(sized if sized[-1].isdigit() or sized[-1] in "bB" else f"{sized}B")
+    size = text.strip()
+    return parse_bytes(size if size[-1].isdigit() or size[-1] in "bB" else f"{size}B")
 
 
-def _announce(arguments: Namespace, asked: VllmOptions) -> Any:
-    """What a request takes, and how many fit; the plan, in numbers that need no model any more."""
+def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> Any:
+    """Note what a request takes and how many fit; the plan, with capacities as numbers."""
+    from ..budgets.profile import plan_for
     from ..hf import load as models
-    from ..hf.cache import text_config
-    from ..hf.cost import human
-    from ..policy import plan
+    from ..hf.geometry import text_config
+    from ..system.sizes import human
     from ..vllm.cost import layers_of, price
 
-    given = asked.given
-    config = models.config(arguments.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
-    dtype = _dtype(given.dtype, config)
+    parsed = vllm_options.parsed
+    config = models.config(arguments.model, revision=parsed.revision, trust_remote_code=parsed.trust_remote_code)
+    dtype = _dtype(parsed.dtype, config)
     layers = layers_of(config)
     context = getattr(text_config(config), "max_position_embeddings", None)
-    length = _length(given.max_model_len) or arguments.length or context
+    length = _vllm_length(parsed.max_model_len) or arguments.length or context
     if length is None:
         raise ValueError("this model does not say how long its context is; give --max-model-len N")
     slot = sum(layer.slot_bytes(dtype) for layer in layers)
-    made = plan(policy_of(arguments), len(layers), length=arguments.length or length, slot_bytes=slot)
-    state, full = price(layers, made, dtype, length)
-    note(
-        f"{made}: a request takes {human(state)}, whatever its length; a full cache {human(full)} at {length:,} tokens"
-    )
-    memory = asked.memory
-    where = "each GiB" if memory is None else human(memory)
-    room = memory or 1 << 30
-    note(f"{where} of KV memory holds {room // state:,} requests at once; a full cache {room // full:,} of that length")
-    return made
+    policies = plan_for(policy_text(arguments), len(layers), length=arguments.length or length, slot_bytes=slot)
+    state, full = price(layers, policies, dtype, length)
+    at_length = f"a full cache {human(full)} at {length:,} tokens"
+    note(f"{policies}: a request takes {human(state)}, whatever its length; {at_length}")
+    available = vllm_options.memory or 1 << 30
+    name = "each GiB" if vllm_options.memory is None else human(available)
+    requests = f"{available // state:,} requests at once; a full cache {available // full:,} of that length"
+    note(f"{name} of KV memory holds {requests}")
+    return policies
 
 
-def _dtype(asked: str | None, config: Any) -> Any:
-    """As vLLM chooses: of its own accord it serves float32 weights in half precision."""
+def _dtype(option: str | None, config: Any) -> Any:
+    """As vLLM chooses: by default it serves float32 weights in half precision."""
     import torch
 
-    if asked in (None, "auto"):
-        own = getattr(config, "dtype", None)
-        own = getattr(torch, own.removeprefix("torch."), None) if isinstance(own, str) else own
-        return torch.bfloat16 if own in (None, torch.float32) else own
-    chosen = getattr(torch, asked, None)  # torch knows vLLM's half and float too
-    if not isinstance(chosen, torch.dtype):
-        raise ValueError(f"--dtype {asked!r} is unknown; use auto, half, float16, bfloat16, float or float32")
-    return chosen
+    if option is None or option == "auto":
+        dtype = config_dtype(config)
+        return torch.bfloat16 if dtype in (None, torch.float32) else dtype
+    dtype = getattr(torch, option, None)  # torch has vLLM's half and float too
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--dtype {option!r} is unknown; use auto, half, float16, bfloat16, float or float32")
+    return dtype
 
 
-def _length(text: str | None) -> int | None:
-    """vLLM takes 32k and 32K too; -1 and auto leave it to vLLM."""
+def _vllm_length(text: str | None) -> int | None:
+    """As vLLM parses lengths: 32k is 32000, 32K is 32768; -1 and auto leave it to vLLM."""
     if text is None or text in ("-1", "auto"):
         return None
     scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1], 1)
@@ -221,7 +222,7 @@ def _length(text: str | None) -> int | None:
 
 
 def _serve(command: list[str], policy: str) -> int:
-    """Run vLLM's server until it ends or is told to; its exit code."""
+    """Run vLLM's server until it ends, and return its exit code; signals are passed on."""
     from ..vllm import POLICY
 
     with tempfile.TemporaryDirectory(prefix="msrnn-metrics-") as folder:
@@ -229,9 +230,9 @@ def _serve(command: list[str], policy: str) -> int:
         model, *rest = command
         server = subprocess.Popen([sys.executable, "-m", _SERVER, "--model", model, *rest], env=environment)
 
-        def pass_on(number: int, _: FrameType | None) -> None:
+        def forward_signal(number: int, _: FrameType | None) -> None:
             server.send_signal(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, pass_on)
+            signal.signal(number, forward_signal)
         return server.wait()

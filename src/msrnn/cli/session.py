@@ -1,4 +1,4 @@
-"""From a command's options to a loaded model bounded by a policy, and the line that says what it will take."""
+"""From a command's options to a loaded model with a policy, and the notes that say what it costs."""
 
 from __future__ import annotations
 
@@ -6,51 +6,53 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from ..system.console import note
 from .options import POLICY
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..hf.cost import Cost
-    from ..policy import PolicyLike
     from ..rnn import RNN
 
 
-def policy_of(arguments: Namespace) -> PolicyLike:
-    """The policy as asked for; with a profile, one per layer."""
+def policy_text(arguments: Namespace) -> str:
+    """The policy of --policy and --profile as one text."""
     if arguments.profile:
         return f"{arguments.policy or 'tova'},profile={arguments.profile}"
     return arguments.policy or POLICY
 
 
-def open_rnn(arguments: Namespace) -> tuple[RNN, Any]:
+def load_rnn(arguments: Namespace) -> tuple[RNN, Any]:
     """The model as an RNN, and its tokenizer."""
     from ..rnn import RNN
 
-    model, tokenizer = open_model(arguments)
-    rnn = RNN(model, policy_of(arguments), prompt=arguments.prompt_mode, length=arguments.length)
+    model, tokenizer = load_model(arguments)
+    rnn = RNN(model, policy_text(arguments), prompt=arguments.prompt_mode, length=arguments.length)
     return rnn, tokenizer
 
 
-def open_model(arguments: Namespace) -> tuple[PreTrainedModel, Any]:
+def load_model(arguments: Namespace) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer, as the options of `options.add_model` say."""
     import torch
 
     from ..hf.load import load
 
-    hush()
+    silence_transformers()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     return load(
         arguments.model,
         dtype=arguments.dtype,
-        device=device_of(arguments.device),
+        device=resolve_device(arguments.device),
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
 
 
-def hush() -> None:
-    """transformers' own warnings and bars are not for the user of a command."""
+def silence_transformers() -> None:
+    """transformers' own warnings and progress bars are not for the user of a command."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -58,7 +60,8 @@ def hush() -> None:
         logging.disable_progress_bar()
 
 
-def device_of(text: str) -> str:
+def resolve_device(text: str) -> str:
+    """The device of --device, refused where torch does not see it."""
     import torch
 
     if text == "auto":
@@ -73,32 +76,39 @@ def device_of(text: str) -> str:
     return text
 
 
-def cost_of(rnn: RNN, length: int) -> Cost:
-    from ..hf.cache import geometry
+def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """The dtype that a model's configuration names, if any."""
+    import torch
+
+    dtype = getattr(config, "dtype", None)
+    dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def state_cost(rnn: RNN, length: int) -> Cost:
+    """The cost of one sequence of `length` tokens."""
     from ..hf.cost import cost
+    from ..hf.geometry import geometry
 
     return cost(geometry(rnn.model), rnn.plan, rnn.model.dtype, length)
 
 
-def announce(rnn: RNN, length: int | None) -> None:
-    """What the state will take, before anything is computed; `length` is about the number of tokens, where known."""
-    from ..hf.cost import human
+def announce_cost(rnn: RNN, length: int | None) -> None:
+    """Note what the state will cost; `length` is about the number of tokens, where known."""
+    from ..system.sizes import human
 
     name = str(rnn.model.config.name_or_path).rstrip("/").split("/")[-1] or "the model"
     dtype = str(rnn.model.dtype).removeprefix("torch.")
-    price = cost_of(rnn, length or 1000)
+    predicted = state_cost(rnn, length or 1000)
     tokens = f"about {length:,} tokens" if length else "every 1,000 tokens"
     bounded = all(policy.capacity for policy in rnn.plan.policies)
-    state = f"{human(price.state)} per sequence" + ("" if bounded else f" for {tokens}")
-    note(f"{rnn.plan} on {name} ({dtype}, {rnn.device}): state {state}; full cache {human(price.full)} for {tokens}")
+    state = f"{human(predicted.state)} per sequence" + ("" if bounded else f" for {tokens}")
+    full = f"full cache {human(predicted.full)} for {tokens}"
+    note(f"{rnn.plan} on {name} ({dtype}, {rnn.device}): state {state}; {full}")
 
 
-def warn_beyond(rnn: RNN, length: int) -> None:
-    """A bounded state takes any length, but a model knows only the positions it was trained on."""
-    known = getattr(rnn.model.config, "max_position_embeddings", None)
-    if known and length > known:
-        note(f"{length:,} tokens are more than the {known:,} that the model was trained on; what it writes may suffer")
-
-
-def note(text: str) -> None:
-    print(f"msrnn: {text}", file=sys.stderr, flush=True)
+def warn_beyond_context(rnn: RNN, length: int) -> None:
+    """Note when a text is longer than the model's trained context: a bounded state reads on, but quality may drop."""
+    context = getattr(rnn.model.config, "max_position_embeddings", None)
+    if context and length > context:
+        note(f"{length:,} tokens are more than the {context:,} that the model was trained on; quality may drop")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.slots import decides_by_age, slots, units
+from ..core.slots import keeps_gains, keeps_scores, slot_count, unit_count
 from ..policy import Plan
 from ..system.memory import Peak as Peak  # moved there; callers move next
 from ..system.sizes import human as human
 from ..system.sizes import parse_bytes as parse_bytes
-from .cache import Geometry
+from .geometry import Geometry
 
 _INT64 = 8  # bytes of a position
 
@@ -38,9 +38,11 @@ def cost(layers: Sequence[Geometry], plan: Plan, dtype: torch.dtype, length: int
     for layer, policy in zip(layers, plan.policies, strict=True):
         tokens = min(length, layer.window or length)
         full += tokens * layer.slot_bytes(dtype)
-        capacity = slots(policy, layer.window)
-        scored = policy.momentum > 0 and not decides_by_age(policy, layer.window)
-        per_unit = _INT64 + (accumulation if scored else 0)  # a position and, if scores are kept, a score
-        per_slot = layer.slot_bytes(dtype, policy.scope) + units(policy, layer.heads, layer.kv_heads) * per_unit
-        state += (tokens if capacity is None else capacity) * per_slot + _INT64
+        slots, units = slot_count(policy, layer.window), unit_count(policy, layer.heads, layer.kv_heads)
+        per_slot = layer.slot_bytes(dtype, policy.scope) + units * _INT64  # keys, values, positions
+        if keeps_scores(policy, layer.window):
+            per_slot += units * accumulation
+        if keeps_gains(policy, layer.window):
+            per_slot += max(units, layer.kv_heads) * accumulation
+        state += (tokens if slots is None else slots) * per_slot + (units + 1) * _INT64  # next slots, tokens seen
     return Cost(state, full, sum(layer.slot_bytes(dtype) for layer in layers), length)
