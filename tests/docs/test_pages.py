@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import msrnn
 from msrnn.cli import parser
 from tests.docs import pages
+from tests.support import tiny_eval
 
 SOURCE = pages.ROOT / "src" / "msrnn"
 SECTIONS = "core|kernels|hf|engine|vllm|budgets|eval|analysis|bench|cli|play|rules|system"
@@ -61,3 +64,20 @@ def test_named_files_exist(name: str) -> None:
 def _is_new(path: str) -> bool:
     """What a reader is to write, or stands for any name."""
     return Path(path).stem in ("endings", "value_norm", "NAME")
+
+
+def test_the_engine_page_lists_its_options() -> None:
+    _, *rows = pages.tables("docs/engine.md", "Options")[0]
+    assert {row[0].strip("`") for row in rows} == {field.name for field in fields(msrnn.EngineOptions)}
+
+
+def test_the_engine_page_runs(capsys) -> None:
+    names = {
+        "msrnn": msrnn,
+        "model": tiny_eval.model(),
+        "tokenizer": tiny_eval.tokenizer(),
+        "prompts": [[5, 6, 7], [8, 9]],
+    }
+    for block in pages.blocks("docs/engine.md", "python"):
+        exec(compile(block, "docs/engine.md", "exec"), names)
+    assert sorted(line[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")) == ["0", "1"]

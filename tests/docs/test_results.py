@@ -154,8 +154,8 @@ def test_speed_on_a_cpu() -> None:
             same(cell, {"value": record["ratio"], "low": record["ratio_spread"][0], "high": record["ratio_spread"][1]})
 
 
-def test_beside_kvpress() -> None:
-    ((_, *rows),) = tables("Beside kvpress")
+def test_compared_with_kvpress() -> None:
+    ((_, *rows),) = tables("Compared with kvpress")
     found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
     for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
         assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
