@@ -4,17 +4,23 @@ model, tokenizer = msrnn.load()
 model.generate(**inputs, past_key_values=msrnn.cache(model, "tova:512"))
 """
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .budgets.profile import read_profile
     from .core.trace import Trace
-    from .engine.engine import Engine, Finished, Request
-    from .hf.cache import BoundedCache, BoundIgnored, Unsupported, cache
+    from .engine.engine import Engine, EngineOptions
+    from .engine.request import Finished, Request
+    from .hf.attention import BoundIgnored
+    from .hf.cache import BoundedCache, cache
+    from .hf.geometry import Unsupported
     from .hf.load import load
-    from .policy import Plan, Policy, fade, full, h2o, parse, read_profile, spread, tova, window
-    from .rnn import RNN, RNNState, StateError
+    from .policy import Plan, Policy, fade, full, h2o, parse_policy, per_layer, tova, window
+    from .rnn import RNN, RNNState
+    from .state_file import StateError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "BoundIgnored",
     "BoundedCache",
     "Engine",
+    "EngineOptions",
     "Finished",
     "Plan",
     "Policy",
@@ -35,29 +42,39 @@ __all__ = [
     "full",
     "h2o",
     "load",
-    "parse",
+    "parse_policy",
+    "per_layer",
     "read_profile",
-    "spread",
     "tova",
     "window",
 ]
 
 # Where each name lives. It is imported when first asked for: torch and transformers take seconds, `--help` must not.
 _HOME = {
-    "hf.cache": ("BoundIgnored", "BoundedCache", "Unsupported", "cache"),
-    "engine.engine": ("Engine", "Finished", "Request"),
-    "hf.load": ("load",),
-    "policy": ("Plan", "Policy", "fade", "full", "h2o", "parse", "read_profile", "spread", "tova", "window"),
-    "rnn": ("RNN", "RNNState", "StateError"),
+    "budgets.profile": ("read_profile",),
     "core.trace": ("Trace",),
+    "engine.engine": ("Engine", "EngineOptions"),
+    "engine.request": ("Finished", "Request"),
+    "hf.attention": ("BoundIgnored",),
+    "hf.cache": ("BoundedCache", "cache"),
+    "hf.geometry": ("Unsupported",),
+    "hf.load": ("load",),
+    "policy": ("Plan", "Policy", "fade", "full", "h2o", "parse_policy", "per_layer", "tova", "window"),
+    "rnn": ("RNN", "RNNState"),
+    "state_file": ("StateError",),
 }
+_RENAMED = {"parse": "parse_policy", "spread": "per_layer"}  # names until 0.1
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOME.items():
+    if name in _RENAMED:
+        message = f"msrnn.{name} is now msrnn.{_RENAMED[name]}; the old name will go"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
+    for module, names in _HOME.items():
         if name in names:
-            found = globals()[name] = getattr(import_module(f".{home}", __name__), name)
-            return found
+            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
+            return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

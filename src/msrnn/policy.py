@@ -1,27 +1,27 @@
 """Policies: which token leaves a layer's state when it is full, and how a person writes that down.
 
 One frozen dataclass covers the whole family (full, Window, Window+i, H2O, TOVA and what lies between). This file
-knows nothing about tensors or models: a capacity written as a fraction or as bytes is resolved from plain numbers.
+knows nothing about tensors, models or files: a fraction or a number of bytes is resolved from plain numbers.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from .budgets.allocate import allocate
+from .system.sizes import parse_bytes
 
 Scope = Literal["layer", "kv_head", "query_head"]
+Gain = Literal["value_norm"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+GAINS: tuple[Gain, ...] = get_args(Gain)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SHIPPED = Path(__file__).parent / "profiles"
 _EXAMPLES = "tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, full"
 
 
@@ -29,8 +29,10 @@ _EXAMPLES = "tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:
 class Policy:
     """At most `capacity` tokens stay; past that, the free token with the lowest score leaves after each step.
 
-    score = momentum x score + attention weight: 0 is TOVA, 1 is H2O. Positions below `first` and the newest `last`
-    tokens are never free. `scope` says who shares a decision. `capacity=None` keeps everything.
+    score = momentum x score + attention weight x gain: momentum 0 is TOVA, 1 is H2O. Positions below `first` and the
+    newest `last` tokens are never free. `scope` says which heads share a decision. `capacity=None` keeps everything.
+    `gain` is a factor per slot and KV head (`value_norm`: the norm of its value). `rule` names a research policy, whose
+    own score replaces all that (`msrnn/rules/`, or the path of a Python file).
     """
 
     capacity: int | None
@@ -38,6 +40,8 @@ class Policy:
     last: int = 0
     momentum: float = 0.0
     scope: Scope = "layer"
+    gain: Gain | None = None
+    rule: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -45,8 +49,12 @@ class Policy:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number, 0 or more")
         if self.scope not in SCOPES:
             raise ValueError(f"unknown scope {self.scope!r}{_hint(self.scope, SCOPES)}; allowed: {', '.join(SCOPES)}")
+        if self.gain is not None and self.gain not in GAINS:
+            raise ValueError(f"unknown gain {self.gain!r}{_hint(self.gain, GAINS)}; allowed: {', '.join(GAINS)}")
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum <= 1:
             raise ValueError(f"momentum is {self.momentum!r}; it must lie from 0 (TOVA) to 1 (H2O)")
+        if self.rule is not None and (self.momentum or self.gain):
+            raise ValueError(f"{self.rule} is a rule with a score of its own; it takes no momentum and no gain")
         if self.capacity is None:
             return
         if not _is_whole(self.capacity) or self.capacity < 1:
@@ -56,6 +64,11 @@ class Policy:
                 f"{self.first} first and {self.last} last slots are protected, "
                 f"more than the capacity of {self.capacity}"
             )
+
+    @classmethod
+    def parse(cls, text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
+        """`Policy.parse("tova:512")`; see `parse_policy`."""
+        return parse_policy(text, length=length, slot_bytes=slot_bytes)
 
     @property
     def blind(self) -> bool:
@@ -77,6 +90,24 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.policies:
             raise ValueError("a plan needs at least one layer")
+
+    @classmethod
+    def of(cls, policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | None = None) -> Plan:
+        """Any spelling of a policy but a profile's as one policy per layer."""
+        if isinstance(policy, Plan):
+            plan = policy
+        elif isinstance(policy, Policy):
+            plan = cls((policy,) * layers)
+        elif isinstance(policy, str):
+            plan = cls((parse_policy(policy, length=length, slot_bytes=slot_bytes),) * layers)
+        elif isinstance(policy, Sequence):
+            plan = cls(tuple(p if isinstance(p, Policy) else parse_policy(p, length=length) for p in policy))
+        else:
+            kind = type(policy).__name__
+            raise TypeError(f"a policy is text such as 'tova:512', a Policy or one per layer, not {kind}")
+        if len(plan) != layers:
+            raise ValueError(f"the plan has {len(plan)} layers, the model {layers}; give one policy per layer")
+        return plan
 
     def __len__(self) -> int:
         return len(self.policies)
@@ -104,6 +135,9 @@ class Plan:
         return f"{'/'.join(names)}:{','.join([average, *shared])}"
 
 
+PolicyLike = str | Policy | Plan | Sequence[str | Policy]
+
+
 def full() -> Policy:
     return Policy(None)
 
@@ -126,36 +160,36 @@ def tova(capacity: int, first: int = 0, scope: Scope = "layer") -> Policy:
 
 
 def fade(capacity: int, first: int = 0, scope: Scope = "kv_head") -> Policy:
-    """Between TOVA and H2O: attention is remembered but fades, the more slowly the more tokens are kept.
+    """Between TOVA and H2O: attention is accumulated with a decay, the slower the more tokens are kept.
 
     Not in the paper: chosen by experiments/search.py on half of the books. On the other half it is better than TOVA and
     than H2O at every capacity from 64 to 1,024 (docs/budgets.md).
     """
-    return Policy(capacity, first=first, last=capacity // 2, momentum=memory(1.5, capacity), scope=scope)
+    return Policy(capacity, first=first, last=capacity // 2, momentum=decay(1.5, capacity), scope=scope)
 
 
-def memory(forgotten: float, capacity: int) -> float:
-    """A momentum whose memory grows with the capacity: of a score, exp(-`forgotten`) is left after as many steps."""
-    return max(0.0, 1 - forgotten / capacity)
+def decay(rate: float, capacity: int) -> float:
+    """A momentum for memory that grows with the capacity: exp(-`rate`) of a score is left after `capacity` steps."""
+    return max(0.0, 1 - rate / capacity)
 
 
-def parse(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
+def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
     """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`,
-    `tova:512,momentum=1-4/k`, `full`.
+    `tova:512,momentum=1-4/k`, `tova:512,gain=value_norm`, `key_difference-head:512`, `./my_rule.py:512`, `full`.
 
     A capacity may be a fraction of `length` (`tova:1/8`) or a size in bytes per sequence (`tova:2GiB`), where
     `slot_bytes` is what one token costs over all layers.
     """
-    text, profile = split_profile(text)
-    if profile:
-        raise ValueError(f"{text!r} with a profile is one policy per layer, not a single one; use plan() or cache()")
+    parts = split_policy(text)
+    if parts.profile:
+        raise ValueError(f"{text!r} has a profile, so it is one policy per layer; give it to msrnn.cache or msrnn.RNN")
     form = _Form.read(text)
     if form.name == "full":
         return form.build(None)
     return form.build(_capacity(text, form.size, length, slot_bytes))
 
 
-def spread(text: str, capacities: Sequence[int]) -> Plan:
+def per_layer(text: str, capacities: Sequence[int]) -> Plan:
     """The same kind of policy with another capacity in every layer; `text` names the kind and may name the average."""
     form = _Form.read(text)
     if form.name == "full":
@@ -166,100 +200,48 @@ def spread(text: str, capacities: Sequence[int]) -> Plan:
     return Plan(tuple(form.build(capacity) for capacity in capacities))
 
 
-def kind_of(text: str) -> str:
-    """A kind of policy, to be given sizes: text such as `tova`, `h2o-layer`, `tova,last=1/8`, `tova,profile=FILE`."""
-    policy, profile = split_profile(text)
-    if _Form.read(policy).size:
-        raise ValueError(f"policy {text!r} names a size; give the kind alone, e.g. {_stem(policy)}")
-    spread(policy, read_profile(profile) if profile else [1 << 20])
-    return text
+@dataclass(frozen=True)
+class PolicyText:
+    """A policy's text in parts: `tova:256,last=8,profile=FILE` has the kind `tova,last=8` and the size `256`."""
+
+    kind: str
+    size: str = ""
+    profile: str | None = None
+
+    def with_size(self, size: int | str) -> str:
+        return str(replace(self, size=str(size)))
+
+    @property
+    def policy(self) -> str:
+        """The text without its profile."""
+        name, *changes = self.kind.split(",")
+        head = f"{name}:{self.size}" if self.size else name
+        return ",".join([head, *changes])
+
+    def __str__(self) -> str:
+        return self.policy if self.profile is None else f"{self.policy},profile={self.profile}"
 
 
-def split_profile(text: str) -> tuple[str, str | None]:
-    """`tova:256,profile=FILE` as the policy and the profile's file or name; what follows `profile=` is all its name."""
+def split_policy(text: str) -> PolicyText:
+    """A policy's text taken apart. What follows `profile=` is all its name, so it comes last."""
     policy, mark, name = text.partition(",profile=")
     if mark and not name.strip():
         raise ValueError(f"{text!r} names no profile; write e.g. tova:256,profile=profile.json")
-    return policy, name.strip() or None
+    head, *changes = (part.strip() for part in policy.strip().split(","))
+    kind, _, size = head.partition(":")
+    if "=" in size:  # full:scope=kv_head has changes but no size
+        size, changes = "", [size, *changes]
+    return PolicyText(",".join([kind, *changes]), size, name.strip() or None)
 
 
-def profile_path(name: str | Path) -> Path:
-    """The file of a profile: a path, or the name of one that comes with the package."""
-    own = _SHIPPED / f"{name}.json"
-    return own if not Path(name).exists() and own.is_file() else Path(name)
+def check_kind(text: str) -> None:
+    """Refuse what is not a kind of policy to be given sizes, such as `tova`, `h2o-layer`, `tova,last=1/8`."""
+    if split_policy(text).size:
+        raise ValueError(f"policy {text!r} names a size; give the kind alone, e.g. {_stem(text)}")
+    per_layer(split_policy(text).policy, [1 << 20])
 
 
-def open_profile(path: str | Path) -> dict[str, Any]:
-    """A profile file: JSON with a list of whole numbers under `capacities`, or one for each average it was made for."""
-    file = profile_path(path)
-    try:
-        profile = json.loads(file.read_text())
-    except OSError as error:
-        shipped = ", ".join(sorted(other.stem for other in _SHIPPED.glob("*.json")))
-        other = f"; msrnn comes with: {shipped}" if shipped else ""
-        raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
-    except ValueError as error:
-        raise ValueError(f"profile {path} is not JSON: {error}") from error
-    if not isinstance(profile, dict) or not _is_capacities(profile.get("capacities")):
-        raise ValueError(f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer')
-    others = profile.get("allocations", {})
-    if not isinstance(others, dict) or not all(map(_is_capacities, others.values())):
-        raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
-    return profile
-
-
-def read_profile(path: str | Path, average: int | None = None) -> list[int]:
-    """The capacities by layer of a profile file.
-
-    Where another average is asked for than it was made for, from its curves, if it has any.
-    """
-    profile = open_profile(path)
-    others, capacities = profile.get("allocations", {}), profile["capacities"]
-    if average is None or average == profile.get("average"):
-        return list(capacities)
-    if str(average) in others or "curves" not in profile:
-        return list(others.get(str(average), capacities))
-    try:
-        curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
-        return allocate(curves, average * len(capacities))
-    except (TypeError, ValueError, LookupError) as error:
-        raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
-
-
-def _is_capacities(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(_is_whole(c) and c > 0 for c in given)
-
-
-def _profiled(text: str, profile: str) -> Plan:
-    """A policy's text and a profile as a plan; the text may name one of the profile's averages."""
-    size = _Form.read(text).size
-    return spread(text, read_profile(profile, int(size) if size.isdigit() else None))
-
-
-PolicyLike = str | Policy | Plan | Sequence[str | Policy]
-
-
-def plan(policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | None = None) -> Plan:
-    """Any spelling of a policy as one policy per layer."""
-    if isinstance(policy, Plan):
-        made = policy
-    elif isinstance(policy, Policy):
-        made = Plan((policy,) * layers)
-    elif isinstance(policy, str) and ",profile=" in policy:
-        text, profile = split_profile(policy)
-        made = _profiled(text, profile or "")
-    elif isinstance(policy, str):
-        made = Plan((parse(policy, length=length, slot_bytes=slot_bytes),) * layers)
-    elif isinstance(policy, Sequence):
-        made = Plan(tuple(p if isinstance(p, Policy) else parse(p, length=length) for p in policy))
-    else:
-        raise TypeError(f"a policy is text such as 'tova:512', a Policy or one per layer, not {type(policy).__name__}")
-    if len(made) != layers:
-        raise ValueError(f"the plan has {len(made)} layers, the model {layers}; give one policy per layer")
-    return made
-
-
-_NAME = re.compile(r"(?P<name>[a-z0-9]+)(?:-(?P<scope>query-head|head|layer))?(?:\+(?P<first>\d+))?")
+_NAME = re.compile(r"(?P<name>.+\.py|[a-z0-9_]+)(?:-(?P<scope>query-head|head|layer))?(?:\+(?P<first>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -274,55 +256,63 @@ class _Form:
 
     @classmethod
     def read(cls, text: str) -> _Form:
-        head, *changes = (part.strip() for part in text.strip().lower().split(","))
-        name, _, size = head.partition(":")
-        if "=" in size:  # full:scope=kv_head has changes but no size
-            size, changes = "", [size, *changes]
+        parts = split_policy(text)
+        name, *changes = parts.kind.split(",")
+        name, size = name if ".py" in name else name.lower(), parts.size.lower()
         match = _NAME.fullmatch(name)
-        if not match or match["name"] not in _PRESETS:
+        if not match or not (match["name"] in _PRESETS or match["name"].endswith(".py") or match["name"] in _rules()):
             raise ValueError(f"unknown policy {text!r}{_hint(name, _SPELLINGS, ':' + size if size else '')}; "
-                             f"allowed: {_EXAMPLES}")  # fmt: skip
+                             f"allowed: {_EXAMPLES}; research policies: {', '.join(_rules())}")  # fmt: skip
         base, scope = match["name"], match["scope"]
         if scope and base in ("window", "full"):
             raise ValueError(f"{text!r}: {base} decides without attention, so it has no '-{scope}'; write {base}")
         if base == "full" and (size or match["first"]):
             raise ValueError(f"{text!r}: full keeps everything, so it takes no size; write full")
-        pairs = tuple((key.strip(), value.strip()) for key, _, value in (c.partition("=") for c in changes))
+        pairs = tuple(
+            (key.strip().lower(), value.strip().lower()) for key, _, value in (c.partition("=") for c in changes)
+        )
         return cls(base, _SUFFIX[scope] if scope else None, int(match["first"] or 0), size, pairs)
 
     def build(self, capacity: int | None) -> Policy:
-        if capacity is None:
-            base = full()
-        elif self.name == "window":
-            base = window(capacity, self.first)
-        elif self.name == "h2o":
-            base = h2o(capacity, self.first, self.scope or "kv_head")
-        elif self.name == "fade":
-            base = fade(capacity, self.first, self.scope or "kv_head")
-        else:
-            base = tova(capacity, self.first, self.scope or "layer")
-        values = {f.name: getattr(base, f.name) for f in fields(base)}
+        values = {f.name: getattr(self._preset(capacity), f.name) for f in fields(Policy)}
         return Policy(**(values | dict(_override(key, value, capacity) for key, value in self.changes)))
+
+    def _preset(self, capacity: int | None) -> Policy:
+        if capacity is None:
+            return full()
+        if self.name == "window":
+            return window(capacity, self.first)
+        if self.name == "h2o":
+            return h2o(capacity, self.first, self.scope or "kv_head")
+        if self.name == "fade":
+            return fade(capacity, self.first, self.scope or "kv_head")
+        if self.name == "tova":
+            return tova(capacity, self.first, self.scope or "layer")
+        return Policy(capacity, self.first, scope=self.scope or "layer", rule=self.name)
 
 
 _PRESETS = ("full", "window", "h2o", "tova", "fade")
 _SPELLINGS = (*_PRESETS, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
+_DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
 
 
-_MEMORY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
+@cache
+def _rules() -> tuple[str, ...]:
+    """The research policies that come with msrnn: one file each."""
+    return tuple(sorted(file.stem for file in (Path(__file__).parent / "rules").glob("[!_]*.py")))
 
 
 def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
-    allowed = ("first", "last", "momentum", "scope")
+    allowed = ("first", "last", "momentum", "scope", "gain")
     if key not in allowed:
         raise ValueError(f"unknown setting {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
-    if key == "scope":
+    if key in ("scope", "gain"):
         return key, value
     try:
         if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity
             return key, int(Fraction(value) * capacity)
-        if key == "momentum" and (grows := _MEMORY.fullmatch(value)) and capacity is not None:
-            return key, memory(float(grows[1]), capacity)
+        if key == "momentum" and (grows := _DECAY.fullmatch(value)) and capacity is not None:
+            return key, decay(float(grows[1]), capacity)
         return key, float(value) if key == "momentum" else int(value)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{key}={value!r} is not a number") from None
@@ -338,20 +328,21 @@ def _capacity(text: str, size: str, length: int | None, slot_bytes: int | None) 
         if length is None:
             raise ValueError(f"{text!r} is a fraction of a length that is not known here; write the number of slots")
         return max(1, int(Fraction(top, bottom) * length))
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b)", size):
-        if slot_bytes is None:
-            raise ValueError(f"{text!r} is a size in bytes and no model is known here; write the number of slots")
-        wanted = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-        slots = wanted // slot_bytes - 1  # one more slot holds the newcomer while it is attended to
-        if slots < 1:
-            raise ValueError(
-                f"{text!r}: {wanted} bytes hold no state; this model needs at least {2 * slot_bytes} bytes"
-            )
-        return slots
+    if re.fullmatch(r"\d+(\.\d+)?\s*[kmg]?i?b", size):
+        return _slots_in_bytes(text, parse_bytes(size), slot_bytes)
     raise ValueError(
         f"{text!r} has no valid capacity; write slots ({_stem(text)}:512), a fraction of the length "
         f"({_stem(text)}:1/8) or bytes ({_stem(text)}:2GiB)"
     )
+
+
+def _slots_in_bytes(text: str, size: int, slot_bytes: int | None) -> int:
+    if slot_bytes is None:
+        raise ValueError(f"{text!r} is a size in bytes and no model is known here; write the number of slots")
+    slots = size // slot_bytes - 1  # one more slot holds the newest token while it is attended to
+    if slots < 1:
+        raise ValueError(f"{text!r}: {size} bytes hold no state; this model needs at least {2 * slot_bytes} bytes")
+    return slots
 
 
 def _stem(text: str) -> str:
@@ -370,6 +361,11 @@ def _nearest_preset(policy: Policy) -> tuple[str, Policy]:
     if policy.capacity is None:
         return "full", full()
     plus = f"+{policy.first}" if policy.first else ""
+    if policy.rule is not None:
+        suffix = {"layer": "", "kv_head": "-head", "query_head": "-query-head"}[policy.scope]
+        return f"{policy.rule}{suffix}{plus}", Policy(
+            policy.capacity, policy.first, scope=policy.scope, rule=policy.rule
+        )
     options = {}
     for suffix, scope in (("", "layer"), ("-head", "kv_head"), ("-query-head", "query_head")):
         options[f"tova{suffix}{plus}"] = tova(policy.capacity, policy.first, scope)  # type: ignore[arg-type]
@@ -393,3 +389,13 @@ def _hint(given: str, allowed: Sequence[str], tail: str = "") -> str:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def __getattr__(name: str) -> object:  # TEMPORARY while callers move
+    if name in ("parse", "spread", "memory"):
+        return {"parse": parse_policy, "spread": per_layer, "memory": decay}[name]
+    if name in ("plan", "split_profile", "profile_path", "open_profile", "read_profile", "kind_of"):
+        from .budgets import profile
+
+        return getattr(profile, name)
+    raise AttributeError(name)

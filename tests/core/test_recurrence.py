@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msrnn import kernels as ops
 from msrnn.core import recurrence, reference
 from msrnn.core.attention import Attention
-from msrnn.core.slots import State
-from msrnn.kernels.numba import chunk as quick
-from msrnn.kernels.numba import scan as cpu
-from msrnn.kernels.torch import scan as eager
-from msrnn.policy import Policy, parse
+from msrnn.core.slots import NEVER, Columns, Slots
+from msrnn.kernels.numba import chunk as numba_chunk
+from msrnn.kernels.numba import scan as numba_scan
+from msrnn.kernels.torch import scan as torch_scan
+from msrnn.policy import Policy, parse_policy
 
-SCANS = {"eager": eager.scan, "compiled": cpu.scan}
+SCANS = {"eager": torch_scan.scan, "compiled": numba_scan.scan}
+READS = {"recurrent": recurrence.read, "oneshot": recurrence.read_oneshot}
 
 
 @st.composite
@@ -29,7 +29,10 @@ def policies(draw: st.DrawFn) -> Policy:
     last = draw(st.integers(0, capacity - first))
     momentum = draw(st.sampled_from([0.0, 0.5, 1.0]))
     scope = draw(st.sampled_from(["layer", "kv_head", "query_head"]))
-    return draw(st.sampled_from([Policy(capacity, first, last, momentum, scope), Policy(None, scope=scope)]))
+    gain = draw(st.sampled_from([None, None, "value_norm"]))
+    bounded = Policy(capacity, first, last, momentum, scope, gain)
+    rule = Policy(capacity, first, last, scope=scope, rule="key_difference")
+    return draw(st.sampled_from([bounded, bounded, bounded, rule, Policy(None, scope=scope)]))
 
 
 @st.composite
@@ -58,12 +61,12 @@ def tensors(length: int, heads: int, kv_heads: int, seed: int, batch: int = 1) -
 
 def chunked(policy, attention, query, key, value, splits, chunk, real=None, prompt="recurrent"):
     """The recurrence fed in pieces; outputs, state and the deaths of each row and unit."""
-    state = State.empty(policy, key, value, query.shape[1], attention.window)
+    state = Slots.empty(policy, key, value, query.shape[1], attention.window)
     deaths: dict[tuple[int, int, int], int] = {}
 
-    def on_evict(births: Tensor, expiry: Tensor) -> None:
-        for b, u, n in ((births >= 0) & (expiry != ops.NEVER)).nonzero().tolist():
-            born = births[b, u, n].item()
+    def on_evict(positions: Tensor, expiry: Tensor) -> None:
+        for b, u, n in ((positions >= 0) & (expiry != NEVER)).nonzero().tolist():
+            born = positions[b, u, n].item()
             assert (b, u, born) not in deaths, "a token dies once"
             deaths[b, u, born] = expiry[b, u, n].item()
 
@@ -72,14 +75,14 @@ def chunked(policy, attention, query, key, value, splits, chunk, real=None, prom
         part = slice(start, end)
         inside = None if real is None else real[:, part]
         arguments = (query[:, :, part], key[:, :, part], value[:, :, part], policy, attention, inside)
-        outputs.append(recurrence.run(state, *arguments, prompt=prompt, chunk=chunk, on_evict=on_evict))
+        outputs.append(READS[prompt](state, *arguments, chunk=chunk, on_evict=on_evict))
         if policy.capacity is not None:
             assert state.held.max() <= policy.capacity
         start = end
     return torch.cat(outputs, 2), state, deaths
 
 
-def check_row(row: int, out: Tensor, state: State, deaths: dict, ref: reference.Reference, want: Tensor) -> None:
+def check_row(row: int, out: Tensor, state: Slots, deaths: dict, ref: reference.Reference, want: Tensor) -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
     for unit, rows in enumerate(ref.rows):
         kept = sorted(p for p in state.positions[row, unit].tolist() if p >= 0)
@@ -104,7 +107,7 @@ def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
     for end in case["splits"]:
         part = slice(start, end)
         arguments = (query[0, :, part], key[0, :, part], value[0, :, part], case["policy"], attention)
-        want.append(reference.run(ref, *arguments, prompt=prompt))
+        want.append(reference.run(ref, *arguments, oneshot=prompt == "oneshot"))
         start = end
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MSRNN_OPS", scan)
@@ -137,23 +140,25 @@ def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.Da
             continue
         ref = reference.start(case["policy"], heads, kv_heads)
         arguments = (query[row][:, mine], key[row][:, mine], value[row][:, mine], case["policy"], attention)
-        check_row(row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, prompt=prompt))
+        check_row(
+            row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, oneshot=prompt == "oneshot")
+        )
 
 
 @pytest.mark.parametrize("name", ["tova:6", "h2o:6", "window+2:6", "fade:6"])
 def test_quick_reading_hands_over_where_exponentials_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and columns are then as they were before the chunk that could not be read quickly."""
     monkeypatch.setenv("MSRNN_OPS", "compiled")
-    policy, attention = parse(name), Attention(0.5)
+    policy, attention = parse_policy(name), Attention(0.5)
     query, key, value = tensors(40, 4, 2, seed=3)
     key[:, :, 23] *= 300
-    ends = []
-    read = quick.Reader.read
-    monkeypatch.setattr(quick.Reader, "read", lambda *given: ends.append(read(*given)) or ends[-1])
+    fast = []
+    attend = numba_chunk.Chunks.attend
+    monkeypatch.setattr(numba_chunk.Chunks, "attend", lambda *given: fast.append(attend(*given)) or fast[-1])
     out, state, deaths = chunked(policy, attention, query, key, value, [40], 5)
-    assert len(ends) == 1
-    assert 10 <= ends[0] < 25
-    assert state.careful
+    assert len(fast) >= 2
+    assert fast[-1] is None, "the chunk with the huge key, and none after it"
+    assert all(expiry is not None for expiry in fast[:-1])
     ref = reference.start(policy, 4, 2)
     check_row(0, out[0], state, deaths, ref, reference.run(ref, query[0], key[0], value[0], policy, attention))
 
@@ -166,7 +171,7 @@ def softmax(weights: Tensor, mass: Tensor | None) -> Tensor:
 def test_ties_the_older_leaves(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSRNN_OPS", scan)
     flat = torch.zeros(1, 1, 10, 4, dtype=torch.float64)  # every weight of a row is the same
-    _, state, deaths = chunked(parse("tova:4"), Attention(1.0), flat, flat, flat, [10], 7)
+    _, state, deaths = chunked(parse_policy("tova:4"), Attention(1.0), flat, flat, flat, [10], 7)
     assert sorted(state.positions[0, 0].tolist()) == [-1, 6, 7, 8, 9]
     assert deaths == {(0, 0, p): p + 4 for p in range(6)}
 
@@ -177,9 +182,10 @@ def test_a_dead_maximum_does_not_starve_the_row(scan: str, monkeypatch: pytest.M
     monkeypatch.setenv("MSRNN_OPS", scan)
     logits = torch.zeros(1, 1, 3, 4)
     logits[..., 0] = torch.tensor([-1.0, 500.0, 500.0])  # the victim of row 0, and huge afterwards
-    births = torch.tensor([[[0, 1, 2, 3]]])
-    weights, mass, expiry, _ = SCANS[scan](logits, births, torch.tensor([[1, 2, 3]]), None, parse("tova:1"))
-    assert expiry.tolist() == [[[1, 2, 3, ops.NEVER]]]
+    positions = torch.tensor([[[0, 1, 2, 3]]])
+    columns, steps = Columns(logits, logits, positions), torch.tensor([[1, 2, 3]])
+    weights, mass, expiry, _ = SCANS[scan](logits, columns, steps, parse_policy("tova:1"), Attention(1.0))
+    assert expiry.tolist() == [[[1, 2, 3, NEVER]]]
     torch.testing.assert_close(softmax(weights, mass)[0, 0, 1:], torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]]))
 
 
@@ -188,13 +194,15 @@ def test_compiled_scan_in_float32_is_refereed() -> None:
     torch.manual_seed(0)
     heads, columns, rows, capacity = 9, 96, 32, 64
     logits = 4 * torch.randn(1, heads, rows, columns, dtype=torch.float64)
-    births = torch.arange(columns).view(1, 1, -1)
+    positions = torch.arange(columns).view(1, 1, -1)
     steps = torch.arange(columns - rows, columns).view(1, -1)
-    got = cpu.scan(logits.float(), births, steps, None, parse(f"tova:{capacity}"))
+    got = numba_scan.scan(
+        logits.float(), Columns(logits, logits, positions), steps, parse_policy(f"tova:{capacity}"), Attention(1.0)
+    )
     for row, now in enumerate(steps[0].tolist()):
-        visible = (births[0, 0] <= now) & (got.expiry[0, 0] >= now)
+        visible = (positions[0, 0] <= now) & (got.expiry[0, 0] >= now)
         exact = logits[0, :, row].masked_fill(~visible, -torch.inf).softmax(-1)
-        assert (softmax(got.weights, got.mass)[0, :, row] - exact).abs().max() < 1e-6
+        assert (softmax(got.weights, got.total)[0, :, row] - exact).abs().max() < 1e-6
         victim = (got.expiry[0, 0] == now).nonzero().flatten()
         assert len(victim) == 1
         regret = exact.mean(0)[victim] - exact.mean(0)[visible].min()
@@ -205,17 +213,18 @@ def test_scan_by_hand() -> None:
     """TOVA with room for two: the weights of step 2 are 1/4, 1/2, 1/4, and the older of the two lowest leaves."""
     logits = torch.tensor([[0, 1, 0, 9], [7, 0, 1, 2]], dtype=torch.float64) * math.log(2)
     for scan in SCANS.values():
-        births, steps = torch.tensor([[[0, 1, 2, 3]]]), torch.tensor([[2, 3]])
-        got = scan(logits.view(1, 1, 2, 4).clone(), births, steps, None, parse("tova:2"))
+        positions, steps = torch.tensor([[[0, 1, 2, 3]]]), torch.tensor([[2, 3]])
+        columns = Columns(logits, logits, positions)
+        got = scan(logits.view(1, 1, 2, 4).clone(), columns, steps, parse_policy("tova:2"), Attention(1.0))
         want = torch.tensor([[0.25, 0.5, 0.25, 0], [0, 1 / 7, 2 / 7, 4 / 7]], dtype=torch.float64)
-        torch.testing.assert_close(softmax(got.weights, got.mass)[0, 0], want)
-        assert got.expiry.tolist() == [[[2, 3, ops.NEVER, ops.NEVER]]]
+        torch.testing.assert_close(softmax(got.weights, got.total)[0, 0], want)
+        assert got.expiry.tolist() == [[[2, 3, NEVER, NEVER]]]
 
 
 def test_window_by_hand() -> None:
     """Window+1 with three slots holds the first token and the two newest."""
     query, key, value = tensors(9, 1, 1, 0)
-    _, state, deaths = chunked(parse("window+1:3"), Attention(1.0), query, key, value, [9], 4)
+    _, state, deaths = chunked(parse_policy("window+1:3"), Attention(1.0), query, key, value, [9], 4)
     assert sorted(state.positions[0, 0].tolist()) == [-1, 0, 7, 8]
     assert deaths == {(0, 0, p): p + 2 for p in range(1, 7)}
 
@@ -223,6 +232,6 @@ def test_window_by_hand() -> None:
 def test_h2o_newcomer_is_protected() -> None:
     """A newcomer's score starts low; without the recent half it would always be the one to leave."""
     query, key, value = tensors(50, 2, 2, 1)
-    _, state, _ = chunked(parse("h2o:8"), Attention(1.0), query, key, value, [50], 16)
+    _, state, _ = chunked(parse_policy("h2o:8"), Attention(1.0), query, key, value, [50], 16)
     for unit in state.positions[0].tolist():
         assert {46, 47, 48, 49} <= set(unit)

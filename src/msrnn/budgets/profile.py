@@ -1,74 +1,88 @@
-"""Profiles: one capacity per layer, measured on a model, with what they were made from. Another model is refused.
+"""Profiles: one capacity per layer, measured on a model, in a JSON file with what they were made from.
 
-The model is told by its shape and a few of its weights, close enough that a change of dtype does not matter.
+A profile names the model it was made for, and another model is refused (`hf/identity.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from ..policy import open_profile
+from ..policy import Plan, PolicyLike, check_kind, per_layer, split_policy
+from .allocate import allocate
 
 KIND = "msrnn profile 1"
-_SAMPLED = 48  # weights that are compared
-_CLOSE = 0.01  # bfloat16 rounds to 0.4 %; another training moves some weight by more than 1 %
+_SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
-class ProfileError(ValueError):
-    """A profile that does not belong to the model."""
+def plan_for(policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | None = None) -> Plan:
+    """Any spelling of a policy as one policy per layer; `tova:256,profile=FILE` takes its capacities from a file."""
+    if isinstance(policy, str) and (name := split_policy(policy).profile):
+        text = split_policy(policy)
+        size = int(text.size) if text.size.isdigit() else None
+        policy = per_layer(text.policy, read_profile(name, size))
+    return Plan.of(policy, layers, length=length, slot_bytes=slot_bytes)
 
 
-def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What a profile belongs to."""
-    config = model.config.get_text_config(decoder=True)
-    return {
-        "name": Path(str(model.config.name_or_path)).name or config.model_type,
-        "type": config.model_type,
-        "layers": config.num_hidden_layers,
-        "parameters": int(model.num_parameters()),
-        "weights": _sample(model),
-    }
+def check_policy_kind(text: str) -> None:
+    """Refuse what is not a kind of policy without a size; a profile that it names must be readable."""
+    name = split_policy(text).profile
+    check_kind(str(split_policy(text).policy))
+    if name:
+        read_profile(name)
 
 
-def _sample(model: PreTrainedModel) -> dict[str, float]:
-    """One number from each of some weights, by the weight's name."""
-    weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if _readable(weight)]
-    chosen = weights[:: max(1, math.ceil(len(weights) / _SAMPLED))]
-    return {name: float(f"{weight.detach().flatten()[weight.numel() // 3].item():.5g}") for name, weight in chosen}
+def profile_path(name: str | Path) -> Path:
+    """The file of a profile: a path, or the name of one that ships with the package."""
+    own = _SHIPPED / f"{name}.json"
+    return own if not Path(name).exists() and own.is_file() else Path(name)
 
 
-def _readable(weight: torch.Tensor) -> bool:
-    return weight.device.type != "meta" and weight.is_floating_point() and weight.numel() > 0
+def open_profile(path: str | Path) -> dict[str, Any]:
+    """A profile file: JSON with a list of whole numbers under `capacities`, or one for each average it was made for."""
+    file = profile_path(path)
+    try:
+        profile = json.loads(file.read_text())
+    except OSError as error:
+        shipped = ", ".join(sorted(other.stem for other in _SHIPPED.glob("*.json")))
+        other = f"; msrnn comes with: {shipped}" if shipped else ""
+        raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
+    except ValueError as error:
+        raise ValueError(f"profile {path} is not JSON: {error}") from error
+    if not isinstance(profile, dict) or not _is_capacities(profile.get("capacities")):
+        raise ValueError(f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer')
+    others = profile.get("allocations", {})
+    if not isinstance(others, dict) or not all(map(_is_capacities, others.values())):
+        raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
+    return profile
 
 
-def check_model(path: str | Path, model: PreTrainedModel) -> None:
-    """Refuse a profile that was made for another model; one without a word on its model is taken as it is."""
-    made_for, mine = open_profile(path).get("model"), identity(model)
-    if not isinstance(made_for, Mapping):
-        return
-    differ = [name for name in ("type", "layers", "parameters") if made_for.get(name) != mine[name]]
-    if not differ and _alike(made_for.get("weights"), mine["weights"]):
-        return
-    what = ", ".join(f"{made_for.get(name)} {name}, not {mine[name]}" for name in differ) or "other weights"
-    raise ProfileError(
-        f"profile {path} was made for another model, {made_for.get('name')} ({what}); "
-        "make one for this model with msrnn calibrate"
-    )
+def read_profile(path: str | Path, average: int | None = None) -> list[int]:
+    """The capacities by layer of a profile file.
+
+    Where another average is asked for than it was made for, from its curves, if it has any.
+    """
+    profile = open_profile(path)
+    others, capacities = profile.get("allocations", {}), profile["capacities"]
+    if average is None or average == profile.get("average"):
+        return list(capacities)
+    if str(average) in others or "curves" not in profile:
+        return list(others.get(str(average), capacities))
+    try:
+        curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
+        return allocate(curves, average * len(capacities))
+    except (TypeError, ValueError, LookupError) as error:
+        raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
 
 
-def _alike(theirs: object, mine: Mapping[str, float]) -> bool:
-    """Whether the weights that both know are close; some must be known to both."""
-    if not isinstance(theirs, Mapping):
-        return False
-    shared = [(theirs[name], mine[name]) for name in mine if name in theirs]
-    return bool(shared) and all(math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-6) for a, b in shared)
+def _is_capacities(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(_is_whole(c) and c > 0 for c in given)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def dump(profile: Mapping[str, Any]) -> str:
@@ -83,3 +97,21 @@ def _value(value: object) -> str:
     if isinstance(value, dict) and len(json.dumps(value)) > 110:
         return "{\n  " + ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
     return json.dumps(value)
+
+
+def __getattr__(name: str) -> Any:  # TEMPORARY while callers move
+    if name == "plan":
+        return plan_for
+    if name == "split_profile":
+        return lambda text: (split_policy(text).policy, split_policy(text).profile)
+    if name == "kind_of":
+        return lambda text: check_policy_kind(text) or text
+    if name in ("identity", "check_model", "ProfileError"):
+        from ..hf import identity
+
+        return {
+            "identity": identity.profile_identity,
+            "check_model": identity.check_profile,
+            "ProfileError": identity.ProfileError,
+        }[name]
+    raise AttributeError(name)

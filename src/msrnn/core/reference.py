@@ -6,16 +6,14 @@ One sequence, one layer, plain Python lists; slow on purpose. Every faster path 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..policy import Policy
 from .attention import Attention
-from .slots import units
-
-Prompt = Literal["recurrent", "oneshot"]
+from .rules import View, load_rule
+from .slots import unit_count
 
 
 @dataclass(eq=False)
@@ -38,8 +36,8 @@ class Reference:
 
 
 def start(policy: Policy, heads: int, kv_heads: int) -> Reference:
-    deciders = units(policy, heads, kv_heads)
-    return Reference(rows=[[] for _ in range(deciders)], deaths=[{} for _ in range(deciders)])
+    units = unit_count(policy, heads, kv_heads)
+    return Reference(rows=[[] for _ in range(units)], deaths=[{} for _ in range(units)])
 
 
 def run(
@@ -49,13 +47,16 @@ def run(
     value: Tensor,
     policy: Policy,
     attention: Attention,
-    prompt: Prompt = "recurrent",
+    oneshot: bool = False,
 ) -> Tensor:
-    """query [H, T, D], key [G, T, D], value [G, T, V] -> [H, T, V]; the state moves on by T tokens."""
+    """query [H, T, D], key [G, T, D], value [G, T, V] -> [H, T, V]; the state moves on by T tokens.
+
+    `oneshot`: nothing leaves before the last token, as in the paper's released code.
+    """
     outputs = []
     for t in range(query.shape[1]):
         outputs.append(_attend(state, query[:, t], key[:, t], value[:, t], policy, attention))
-        if prompt == "recurrent" or t == query.shape[1] - 1:
+        if not oneshot or t == query.shape[1] - 1:
             _evict(state, policy)
         state.seen += 1
     return torch.stack(outputs, dim=1)
@@ -69,18 +70,38 @@ def _attend(
     output = value.new_zeros(heads, value.shape[-1])
     for unit, rows in enumerate(state.rows):
         rows.append(Row(now, key, value))
-        total = query.new_zeros(len(rows))
         members = range(unit * heads // len(state.rows), (unit + 1) * heads // len(state.rows))
-        for head in members:
-            group = head * kv_heads // heads
-            weights = _softmax(query[head], torch.stack([row.key[group] for row in rows]), head, attention)
-            output[head] = weights @ torch.stack([row.value[group] for row in rows])
-            total += weights
-        for row, weight in zip(rows, (total / len(members)).tolist(), strict=True):
-            row.score = policy.momentum * row.score + weight
+        groups = [head * kv_heads // heads for head in members]
+        weights = []
+        for head, group in zip(members, groups, strict=True):
+            weights.append(_softmax(query[head], torch.stack([row.key[group] for row in rows]), head, attention))
+            output[head] = weights[-1] @ torch.stack([row.value[group] for row in rows])
+        for row, score in zip(rows, _scores(policy, rows, groups, torch.stack(weights), now).tolist(), strict=True):
+            row.score = score
         if attention.window is not None:  # what the next query cannot see leaves now, before any choice
             _leave(state, unit, [row for row in rows if row.position <= now + 1 - attention.window], now)
     return output
+
+
+def _scores(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor, now: int) -> Tensor:
+    """weights [heads of the unit, rows] -> [rows]: momentum x the old score + the mean weight, times the gain if any."""
+    before = torch.tensor([row.score for row in rows], dtype=weights.dtype)
+    if policy.rule is not None:
+        return load_rule(policy.rule)(_view(policy, rows, groups, weights, now, before))[0, 0]
+    if policy.gain == "value_norm":
+        weights = weights * torch.stack([torch.stack([row.value[group].norm() for row in rows]) for group in groups])
+    return policy.momentum * before + weights.mean(0)
+
+
+def _view(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor, now: int, before: Tensor) -> View:
+    """What a research rule sees of one unit, as a batch of one."""
+    own = sorted(set(groups))
+    keys, values = (torch.stack([getattr(row, name)[own] for row in rows], 1)[None, None] for name in ("key", "value"))
+    positions = torch.tensor([[[row.position for row in rows]]])
+    visible = torch.ones_like(positions, dtype=torch.bool)
+    return View(
+        weights[None, None], keys, values, positions, visible, torch.tensor([[[now]]]), before[None, None], policy
+    )
 
 
 def _softmax(query: Tensor, keys: Tensor, head: int, attention: Attention) -> Tensor:

@@ -1,83 +1,135 @@
-"""The state of one layer: at most `capacity` tokens' keys and values, where they came from, what they scored.
+"""Slots: the memory of one layer. A cache's state, the engine's rows and a vLLM block are all this one type.
 
-Slots have no order: keys carry their rotary position, `positions` says which token a slot holds (-1: empty). One
-slot more than the capacity exists, for the newcomer while it is attended to.
+Slots have no order. Keys carry their rotary position, and `positions` says which token a slot holds (-1: none). There
+is one slot more than the capacity, for the newest token while it is attended to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..policy import Policy
 
-_normal = torch.inference_mode(False)  # states outlive a caller's inference mode, and are written in place later
-_GROWTH = 256  # slots a state without capacity starts with, before it doubles
+_outside_inference_mode = torch.inference_mode(False)  # slots outlive a caller's inference mode
+_INITIAL = 256  # slots that unlimited slots start with, before they double
+NEVER = torch.iinfo(torch.int64).max  # the expiry of a token that is still held
+TENSORS = ("keys", "values", "positions", "scores", "gains", "next", "seen")
 
 
-def slots(policy: Policy, window: int | None = None) -> int | None:
-    """How many slots a layer needs: the capacity and the newcomer, or the model's own window if that is less."""
+def slot_count(policy: Policy, window: int | None = None) -> int | None:
+    """How many slots a layer needs: the capacity plus the newest token, or the model's window if that is less."""
     limits = [n for n in (policy.capacity and policy.capacity + 1, window) if n is not None]
     return min(limits) if limits else None
 
 
-def units(policy: Policy, heads: int, kv_heads: int) -> int:
-    """How many deciders a layer has."""
+def unit_count(policy: Policy, heads: int, kv_heads: int) -> int:
+    """How many units decide on their own in a layer."""
     return {"layer": 1, "kv_head": kv_heads, "query_head": heads}[policy.scope]
 
 
-def decides_by_age(policy: Policy, window: int | None) -> bool:
+def decides_by_age(policy: Policy, window: int | None = None) -> bool:
     """Whether the step at which a token leaves follows from its position alone."""
     if window is not None and policy.capacity is not None and policy.capacity >= window - 1:
         return True  # the model's own window is the tighter bound
     return policy.blind and (window is None or policy.first == 0 or policy.capacity is None)
 
 
-@dataclass
-class State:
-    """keys [B, E, S, D], values [B, E, S, V], positions [B, U, S], scores [B, U, S] or None, seen [B].
+def age_limits(policy: Policy, window: int | None) -> tuple[int, int, int]:
+    """first, last, window of a policy that decides by age, NEVER where there is no such limit.
 
-    E stored heads: the KV heads, or every query head where each decides alone. `fed` counts the columns that came,
-    padding included; `seen` the real tokens of each row. `limit` is the number of slots, None for no limit. `packed`
-    says that the empty slot is the last one, as it is after a chunk; a step leaves it anywhere. `careful` says that
-    this layer's logits have been too large for the quick scan.
+    A position from `first` on is visible for `last` steps after its own, and any position for `window` steps in all.
+    """
+    reach = NEVER if window is None else window
+    unlimited = policy.capacity is None or policy.capacity >= reach - 1
+    return policy.first, NEVER if unlimited else policy.last, reach
+
+
+def expiry_by_age(positions: Tensor, policy: Policy, window: int | None) -> Tensor:
+    """[...]: the last step at which each position is visible, for a policy that decides by age; -1 for empty slots."""
+    first, last, reach = age_limits(policy, window)
+    expiry = torch.full_like(positions, NEVER)
+    if last != NEVER:
+        expiry = torch.where(positions < first, expiry, positions + last)
+    if reach != NEVER:
+        expiry = torch.minimum(expiry, positions + (reach - 1))
+    return torch.where(positions < 0, -1, expiry)
+
+
+def keeps_scores(policy: Policy, window: int | None = None) -> bool:
+    """Whether scores outlive a step: attention is accumulated, or a research rule decides."""
+    return (policy.momentum > 0 or policy.rule is not None) and not decides_by_age(policy, window)
+
+
+def keeps_gains(policy: Policy, window: int | None = None) -> bool:
+    """Whether every slot has a factor on its attention weight."""
+    return policy.gain is not None and not decides_by_age(policy, window)
+
+
+def gain_of(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """value [..., V] -> [...]: the value's norm, the one gain there is."""
+    return torch.linalg.vector_norm(value, dim=-1, dtype=dtype)
+
+
+class Columns(NamedTuple):
+    """What the rows of a chunk can see. keys [B, G, N, D], values [B, G, N, V], positions [B, U, N] (-1: empty)."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    scores: Tensor | None = None  # [B, U, N]
+    gains: Tensor | None = None  # [B, G, N]
+
+
+@dataclass
+class Slots:
+    """keys [B, G, S, D], values [B, G, S, V], positions [B, U, S], next [B, U], seen [B].
+
+    scores [B, U, S] and gains [B, G, S] where the policy needs them. G counts the stored heads: the KV heads, or every
+    query head where each decides on its own. `next` is the empty slot where the next token goes. `seen` counts the real
+    tokens of each row, -1 for an idle row of a static batch. On the host: `limit` is the number of slots (None: grows),
+    `fed` counts the columns so far, padding included. With `rows` [B], sequence i is number rows[i] of all tensors but
+    `seen`: a batch of vLLM's blocks.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
-    scores: Tensor | None
+    next: Tensor
     seen: Tensor
-    limit: int | None
+    scores: Tensor | None = None
+    gains: Tensor | None = None
+    limit: int | None = None
     fed: int = 0
-    packed: bool = False
-    careful: bool = False
+    rows: Tensor | None = None
 
     @classmethod
-    @_normal
-    def empty(cls, policy: Policy, key: Tensor, value: Tensor, heads: int, window: int | None = None) -> State:
-        """A state for keys like `key` [B, G, T, D] and values like `value` [B, G, T, V]; nothing is held yet."""
+    @_outside_inference_mode
+    def empty(cls, policy: Policy, key: Tensor, value: Tensor, heads: int, window: int | None = None) -> Slots:
+        """Slots for keys like `key` [B, G, T, D] and values like `value` [B, G, T, V]; all are empty."""
         batch, kv_heads = key.shape[:2]
-        deciders = units(policy, heads, kv_heads)
-        limit = slots(policy, window)
-        shape = (batch, max(kv_heads, deciders), _GROWTH if limit is None else limit)
-        wide = torch.promote_types(key.dtype, torch.float32)
-        scored = policy.momentum > 0 and not decides_by_age(policy, window)
+        units, limit = unit_count(policy, heads, kv_heads), slot_count(policy, window)
+        stored, size = max(kv_heads, units), _INITIAL if limit is None else limit
+        dtype = torch.promote_types(key.dtype, torch.float32)
         return cls(
-            keys=key.new_zeros(*shape, key.shape[-1]),
-            values=value.new_zeros(*shape, value.shape[-1]),
-            positions=torch.full((batch, deciders, shape[2]), -1, dtype=torch.int64, device=key.device),
-            scores=key.new_zeros((batch, deciders, shape[2]), dtype=wide) if scored else None,
+            keys=key.new_zeros(batch, stored, size, key.shape[-1]),
+            values=value.new_zeros(batch, stored, size, value.shape[-1]),
+            positions=torch.full((batch, units, size), -1, dtype=torch.int64, device=key.device),
+            next=torch.zeros(batch, units, dtype=torch.int64, device=key.device),
             seen=torch.zeros(batch, dtype=torch.int64, device=key.device),
+            scores=key.new_zeros(batch, units, size, dtype=dtype) if keeps_scores(policy, window) else None,
+            gains=key.new_zeros(batch, stored, size, dtype=dtype) if keeps_gains(policy, window) else None,
             limit=limit,
         )
 
     @property
     def filled(self) -> int:
         """Slots at or past this one are empty in every row."""
-        return self.fed if self.limit is None else min(self.fed, self.limit - self.packed)
+        return self.fed if self.limit is None else min(self.fed, self.limit)
 
     @property
     def held(self) -> Tensor:
@@ -85,37 +137,52 @@ class State:
         return (self.positions >= 0).sum(-1)
 
     @property
+    def columns(self) -> Columns:
+        return Columns(self.keys, self.values, self.positions, self.scores, self.gains)
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {"keys": self.keys, "values": self.values, "positions": self.positions, "scores": self.scores}
-        return {name: tensor for name, tensor in (named | {"seen": self.seen}).items() if tensor is not None}
+        named = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    @_normal
+    def expand(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Keys or values [B, KV heads, ...] for the stored heads: repeated where every query head has its own."""
+        share = self.keys.shape[1] // tensors[0].shape[1]
+        return tensors if share == 1 else tuple(tensor.repeat_interleave(share, 1) for tensor in tensors)
+
+    @_outside_inference_mode
     def reserve(self, slots: int) -> None:
-        """Room for `slots` slots in a state without limit; one with a limit has all it will ever have."""
+        """Room for `slots` slots where there is no limit; with one, all slots exist from the start."""
         missing = slots - self.positions.shape[2]
         if self.limit is not None or missing <= 0:
             return
         missing = max(missing, self.positions.shape[2])
         pad = torch.nn.functional.pad
-        self.keys = pad(self.keys, (0, 0, 0, missing))
-        self.values = pad(self.values, (0, 0, 0, missing))
+        self.keys, self.values = (pad(rows, (0, 0, 0, missing)) for rows in (self.keys, self.values))
         self.positions = pad(self.positions, (0, missing), value=-1)
         self.scores = None if self.scores is None else pad(self.scores, (0, missing))
+        self.gains = None if self.gains is None else pad(self.gains, (0, missing))
 
-    @_normal
-    def _map(self, change: object) -> State:
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})  # type: ignore[operator]
+    @_outside_inference_mode
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
 
-    def fork(self) -> State:
+    def fork(self) -> Slots:
         """A copy that goes its own way."""
         return self._map(torch.clone)
 
-    def to(self, device: torch.device | str) -> State:
+    def to(self, device: torch.device | str) -> Slots:
         return self._map(lambda tensor: tensor.to(device))
 
-    def rows(self, index: Tensor) -> State:
-        """The state whose row i was row index[i]: reordered beams, repeated or dropped sequences."""
+    def select(self, index: Tensor) -> Slots:
+        """Slots whose row i was row index[i]: reordered beams, repeated or dropped sequences."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+def lowest_empty(positions: Tensor) -> Tensor:
+    """[B, U, S] -> [B, U]: the first empty slot, -1 if there is none."""
+    empty = positions < 0
+    return torch.where(empty.any(-1), empty.to(torch.uint8).argmax(-1), -1)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels import NEVER
-from ..system.files import save_tensors
+from ..system.files import load_tensors, save_tensors
+from .slots import NEVER
 
 ALIVE = torch.iinfo(torch.int32).max
 _KIND = "msrnn trace 1"
@@ -28,20 +27,20 @@ class Recorder:
     deaths: Tensor | None = None  # [B, U, room], grows by doubling
     length: int = 0
 
-    def __call__(self, births: Tensor, expiry: Tensor) -> None:
-        births, expiry = births.cpu(), expiry.cpu()
-        self.length = max(self.length, int(births.max()) + 1)
+    def __call__(self, positions: Tensor, expiry: Tensor) -> None:
+        positions, expiry = positions.cpu(), expiry.cpu()
+        self.length = max(self.length, int(positions.max()) + 1)
         if self.deaths is None:
-            self.deaths = torch.full((*births.shape[:2], 0), ALIVE, dtype=torch.int32)
+            self.deaths = torch.full((*positions.shape[:2], 0), ALIVE, dtype=torch.int32)
         room = self.deaths.shape[2]
         if self.length > room:
             self.deaths = pad(self.deaths, (0, max(self.length - room, room)), value=ALIVE)
-        batch, unit, column = ((births >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
+        batch, unit, column = ((positions >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
         when = expiry[batch, unit, column].to(torch.int32)
-        self.deaths[batch, unit, births[batch, unit, column]] = when
+        self.deaths[batch, unit, positions[batch, unit, column]] = when
 
-    def rows(self, index: Tensor) -> None:
-        """Beams were reordered: row i is what row index[i] was."""
+    def select(self, index: Tensor) -> None:
+        """Beams were reordered, or rows repeated: row i is what row index[i] was."""
         self.deaths = None if self.deaths is None else self.deaths.index_select(0, index.cpu())
 
 
@@ -79,10 +78,8 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError) as error:
+            about, tensors = load_tensors(path)
+        except ValueError as error:
             raise ValueError(f"{path} is not a trace: {error}") from error
         if about.get("kind") != _KIND:
             raise ValueError(f"{path} is not a trace of this version of msrnn; make one with `msrnn trace`")

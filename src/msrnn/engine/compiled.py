@@ -10,12 +10,12 @@ from torch import Tensor
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
-def fused(forward: Forward) -> Forward:
-    """The same, fused between our attention calls; all layers share what is compiled, and so do all batches above 1."""
-    made = torch.compile(forward, dynamic=True)
+def compile_forward(forward: Forward) -> Forward:
+    """The same, compiled between our attention calls; all layers share one compilation, all batches above 1 another."""
+    compiled = torch.compile(forward, dynamic=True)
 
     def call(tokens: Tensor, positions: Tensor) -> Tensor:
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):  # a layer's index is no reason for another
-            return made(tokens, positions)
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):  # do not recompile per layer index
+            return compiled(tokens, positions)
 
     return call

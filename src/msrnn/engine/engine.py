@@ -1,141 +1,80 @@
 """Batch generation with static buffers: one step for all rows, as one CUDA graph where there is a GPU.
 
-Prompts are read by the recurrence in chunks, a few at a time, and their states go into rows of the batch; every step
-writes one token to each row, sampling included. A row that ends is given to the next request without a new capture.
-The device decides by itself which rows have ended, so the host stays one step behind and nobody waits.
+Prompts are read by the recurrence in chunks, some at a time, and their slots go into rows of the batch. Every step
+writes one token to each row, sampling included. A row that ends goes to the next request without a new capture. The
+device itself finds out which rows have ended, so the host stays one step behind and nobody waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import kernels
 from ..core.recurrence import CHUNK
 from ..hf.cache import BoundedCache
-from ..kernels.step import side
 from ..policy import PolicyLike
 from ..rnn import PIECE, RNN
-from .compiled import fused
-from .pipeline import CHUNK as CHUNK_IN_WAVE
-from .pipeline import Wavefront
-from .projections import Joined
+from .compiled import compile_forward
+from .pipeline import CHUNK as PIPELINE_CHUNK
+from .pipeline import PipelinedPrefill
+from .projections import FusedProjections
+from .request import Finished, Request
+from .rows import Emitted, Job, Rows, collect, sampling_settings
 from .sampling import pick
-from .static_cache import Reading, StaticCache
+from .static_cache import FullAttention, StaticCache
 
-TOGETHER = 32  # prompts that are read at once
-FEW = 2  # so many long ones are sooner read one by one in a wavefront than at once
-LONG = 49152  # tokens of a prompt from which on it pays to capture the graphs of the wavefront for it alone
+MOST_TOGETHER = 32  # prompts that are read at once
+FEW = 2  # so many long prompts are faster one by one in the pipeline than together
+LONG = 49152  # tokens from which on it pays to capture the pipeline's graphs for one prompt
 GPU_CHUNK = 256
-_STOPS = 16  # end tokens a request may have
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt's token ids and how to go on from it. `stops`: end tokens, the model's own if None.
+class EngineOptions:
+    """How the engine runs; None is what is fastest here, and results do not depend on any of it but by rounding.
 
-    With a `temperature` above 0 tokens are drawn, the same again for a `seed`: from the `top_k` likeliest (None: all),
-    and of these from the likeliest of total `top_p`. `on_token` is called with each new token as it comes, `on_read`
-    with the number of the prompt's tokens that have just been read.
+    `chunk`: tokens of a prompt whose evictions are one scan. `piece`: tokens per forward while reading. `cuda_graphs`:
+    a step is one graph (None: on a GPU). `compile`: torch.compile fuses what lies between the matmuls.
+    `full_attention`: the backend of layers that keep everything, see `FullLayer`. `pipelined_prefill`: a long prompt
+    that comes alone has several chunks in flight (None: with graphs, from 49,152 tokens on). `fused_projections`: QKV
+    and gate/up as one matmul each (None: with graphs).
     """
 
-    prompt: Sequence[int]
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    stops: Sequence[int] | None = None
-    on_token: Callable[[int], None] | None = None
-    on_read: Callable[[int], None] | None = None
-
-    def __post_init__(self) -> None:
-        if not len(self.prompt):
-            raise ValueError("the prompt is empty; give at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or None for all tokens")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 up, below 2**63")
-        if len(self.stops or ()) > _STOPS:
-            raise ValueError(f"{len(self.stops or ())} end tokens were given; the engine takes {_STOPS} at most")
+    chunk: int | None = None
+    piece: int = PIECE
+    cuda_graphs: bool | None = None
+    compile: bool = False
+    full_attention: FullAttention | None = None
+    pipelined_prefill: bool | None = None
+    fused_projections: bool | None = None
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a request came to; `index` is its place among the requests, the end token is among the tokens."""
-
-    index: int
-    request: Request
-    tokens: list[int]
-    reason: Literal["stop", "length"]
-
-
-@dataclass
-class _Job:
-    index: int
-    request: Request
-    stops: list[int]
-    tokens: list[int] = field(default_factory=list)
-
-    def take(self, token: int) -> Finished | None:
-        self.tokens.append(token)
-        if self.request.on_token is not None:
-            self.request.on_token(token)
-        stopped = token in self.stops
-        if not stopped and len(self.tokens) < self.request.max_new_tokens:
-            return None
-        return Finished(self.index, self.request, self.tokens, "stop" if stopped else "length")
-
-
-class _Rows:
-    """What the device knows of every row beside its state: all [B], `stops` [B, n]."""
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        def whole(*shape: int, value: int = 0) -> Tensor:
-            return torch.full((batch, *shape), value, dtype=torch.int64, device=device)
-
-        self.token, self.left, self.seed, self.count, self.top_k = (whole() for _ in range(5))
-        self.emitted, self.stops = whole(value=-1), whole(_STOPS, value=-1)
-        self.temperature, self.top_p = (torch.full((batch,), value, device=device) for value in (0.0, 1.0))
-
-    def put(self, rows: Tensor, jobs: list[_Job]) -> None:
-        """Requests whose first token is known go into these rows."""
-        padded = [[*job.stops, *[-1] * (_STOPS - len(job.stops))] for job in jobs]
-        asked = [job.request for job in jobs]
-        values: dict[str, list[Any]] = {
-            "token": [job.tokens[-1] for job in jobs],
-            "left": [request.max_new_tokens - 1 for request in asked],
-            "count": [1 for _ in asked],
-            "stops": padded,
-        }
-        for name, value in (values | _sampling(asked)).items():
-            mine = getattr(self, name)
-            mine.index_copy_(0, rows, torch.tensor(value, dtype=mine.dtype, device=mine.device))
-
-
-def _sampling(requests: list[Request]) -> dict[str, list[Any]]:
-    return {
-        "temperature": [request.temperature for request in requests],
-        "top_k": [request.top_k or 0 for request in requests],
-        "top_p": [request.top_p for request in requests],
-        "seed": [request.seed for request in requests],
-    }
+_RENAMED = {
+    "graphs": "cuda_graphs",
+    "compiled": "compile",
+    "reading": "full_attention",
+    "wavefront": "pipelined_prefill",
+    "joined": "fused_projections",
+    "chunk": "chunk",
+    "piece": "piece",
+}
 
 
 class Engine:
-    """A model, a policy and a batch of static rows. `length`: room per row where a layer keeps everything."""
+    """A model, a policy and a batch of static rows. `length`: room per row where a layer keeps everything.
+
+    >>> engine = msrnn.Engine(model, "tova:512", batch=48)
+    >>> engine.generate(prompts, max_new_tokens=200)
+    """
 
     def __init__(
         self,
@@ -144,45 +83,39 @@ class Engine:
         *,
         batch: int = 8,
         length: int | None = None,
-        chunk: int | None = None,
-        piece: int = PIECE,
-        graphs: bool | None = None,
-        compiled: bool = False,
-        reading: Reading | None = None,
-        wavefront: bool | None = None,
-        joined: bool | None = None,
+        options: EngineOptions | None = None,
+        **renamed: Any,
     ) -> None:
-        """`graphs`: None means on a GPU. `compiled` lets torch.compile fuse what lies between the matmuls.
-
-        `chunk`: tokens of a prompt whose evictions are one scan; None is what is fastest here. `reading`: how a full
-        cache is read, see `FullLayer`; None is the fastest that is always right. `wavefront`: a long prompt that comes
-        alone has several chunks under way at once; None means with graphs, from `LONG` tokens on. `joined`: matmuls
-        that read the same input are one, their weights side by side; None means with graphs.
-        """
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
+        options = _with_renamed(options or EngineOptions(), renamed)
         self.model, self.batch = model, batch
-        known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         on_gpu = model.get_input_embeddings().weight.is_cuda
-        fastest = GPU_CHUNK if on_gpu else CHUNK
-        self.rnn = RNN(model, policy, length=length, chunk=fastest if chunk is None else chunk, piece=piece)
-        endless = any(policy.capacity is None for policy in self.rnn.plan.policies)
-        self.length = (length or known) if endless else None
-        self.graphs = on_gpu if graphs is None else graphs
+        chunk = options.chunk or (GPU_CHUNK if on_gpu else CHUNK)
+        self.rnn = RNN(model, policy, length=length, chunk=chunk, piece=options.piece)
+        unbounded = any(policy.capacity is None for policy in self.rnn.plan.policies)
+        self.length = (length or trained) if unbounded else None
+        self.graphs = on_gpu if options.cuda_graphs is None else options.cuda_graphs
         if self.graphs and not on_gpu:
-            raise ValueError(f"CUDA graphs need a GPU, and the model is on {self.rnn.device}; leave graphs out")
-        self.joined = self.graphs if joined is None else joined
-        self._weights = Joined(model) if self.joined else nullcontext()
-        self._call = fused(self._forward) if compiled else self._forward
+            raise ValueError(f"CUDA graphs need a GPU, and the model is on {self.rnn.device}; leave cuda_graphs out")
+        self.fused = self.graphs if options.fused_projections is None else options.fused_projections
+        self._weights = FusedProjections(model) if self.fused else nullcontext()
+        self._call = compile_forward(self._forward) if options.compile else self._forward
         self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
-        self._aside: torch.cuda.Stream | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
         _, state = self.rnn.step(torch.zeros(1, 1, dtype=torch.int64), self.rnn.start())
-        self.cache = StaticCache(state.cache, batch, self.length, reading)
-        self.rows, self._side = _Rows(batch, self.rnn.device), side(self.rnn.device)
-        wavefront, self._long = (self.graphs, LONG) if wavefront is None else (wavefront, 0)
-        self.front = None
-        if wavefront and not endless:
-            self.front = Wavefront(self.rnn, chunk=chunk or CHUNK_IN_WAVE, compiled=compiled, joined=self.joined)
+        self.cache = StaticCache(state.cache, batch, self.length, options.full_attention)
+        self.rows, self._decisions = Rows(batch, self.rnn.device), kernels.decision_stream(self.rnn.device)
+        self.pipeline = None if unbounded else self._pipeline(options)
+        self._long = LONG if options.pipelined_prefill is None else 0
+
+    def _pipeline(self, options: EngineOptions) -> PipelinedPrefill | None:
+        wanted = self.graphs if options.pipelined_prefill is None else options.pipelined_prefill
+        if not wanted:
+            return None
+        chunk = options.chunk or PIPELINE_CHUNK
+        return PipelinedPrefill(self.rnn, chunk=chunk, compile=options.compile, fused_projections=self.fused)
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
         """The new tokens of every prompt, in order; `settings` are those of a Request."""
@@ -193,9 +126,9 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[Finished]:
         """Requests as they end, taken in as rows become free."""
         waiting = (self._job(i, request) for i, request in enumerate(requests))
-        jobs: dict[int, _Job] = {}
+        jobs: dict[int, Job] = {}
         self.cache.seen.fill_(-1)
-        behind: list[_Emitted] = []
+        behind: list[Emitted] = []
         while True:
             yield from self._admit(waiting, jobs)
             if not jobs:
@@ -203,9 +136,9 @@ class Engine:
             sampled = any(job.request.temperature > 0 for job in jobs.values())
             behind.append(self._launch(sampled))
             if len(behind) > self.graphs:  # the host stays a step behind a GPU
-                yield from _collect(behind.pop(0), jobs)
+                yield from collect(behind.pop(0), jobs)
 
-    def _job(self, index: int, request: Request) -> _Job:
+    def _job(self, index: int, request: Request) -> Job:
         size = self.model.get_input_embeddings().weight.shape[0]
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= size:
@@ -218,67 +151,67 @@ class Engine:
             )
         stops = self.model.generation_config.eos_token_id if request.stops is None else request.stops
         listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-        return _Job(index, request, listed)
+        return Job(index, request, listed)
 
-    def _admit(self, waiting: Iterator[_Job], jobs: dict[int, _Job]) -> Iterator[Finished]:
+    def _admit(self, waiting: Iterator[Job], jobs: dict[int, Job]) -> Iterator[Finished]:
         """Read prompts into rows until none is vacant or nobody waits."""
-        while vacant := [row for row in range(self.batch) if row not in jobs][:TOGETHER]:
+        while vacant := [row for row in range(self.batch) if row not in jobs][:MOST_TOGETHER]:
             new = list(islice(waiting, len(vacant)))
             if not new:
                 return
             for group in self._groups(new):
                 yield from self._begin(group, vacant, jobs)
 
-    def _groups(self, new: list[_Job]) -> list[list[_Job]]:
-        """Who is read together: all, but of a few those that a wavefront reads alone."""
-        alone = [job for job in new if len(new) <= FEW and self._in_wavefront(len(job.request.prompt))]
+    def _groups(self, new: list[Job]) -> list[list[Job]]:
+        """Which prompts are read together: all, but of a few those that the pipeline reads alone."""
+        alone = [job for job in new if len(new) <= FEW and self._in_pipeline(len(job.request.prompt))]
         others = [job for job in new if job not in alone]
         return [*([job] for job in alone), *([others] if others else [])]
 
-    def _in_wavefront(self, length: int) -> bool:
-        if self.front is None or not self.front.fits(length):
+    def _in_pipeline(self, length: int) -> bool:
+        if self.pipeline is None or not self.pipeline.fits(length):
             return False
-        return bool(self.front.graphs) or length >= self._long
+        return bool(self.pipeline.graphs) or length >= self._long
 
-    def _begin(self, new: list[_Job], vacant: list[int], jobs: dict[int, _Job]) -> Iterator[Finished]:
+    def _begin(self, new: list[Job], vacant: list[int], jobs: dict[int, Job]) -> Iterator[Finished]:
         """Prompts go through the model into vacant rows; some requests end with their first token."""
-        tokens, read = self._prefill(new)
+        tokens, cache = self._prefill(new)
         ended = [job.take(token) for job, token in zip(new, tokens, strict=True)]
         yield from (end for end in ended if end is not None)
         going = [i for i, end in enumerate(ended) if end is None]
         if going:
             rows = [vacant.pop(0) for _ in going]
-            self._seat(rows, [new[i] for i in going], read, going)
+            self._seat(rows, [new[i] for i in going], cache, going)
             jobs.update(zip(rows, (new[i] for i in going), strict=True))
 
-    def _seat(self, rows: list[int], jobs: list[_Job], read: BoundedCache, going: list[int]) -> None:
+    def _seat(self, rows: list[int], jobs: list[Job], cache: BoundedCache, going: list[int]) -> None:
         """Row `going[i]` of what was read goes on in row `rows[i]` of the batch."""
         device = self.rnn.device
-        if len(going) < len(next(read.bounded).state.seen):  # type: ignore[union-attr]
-            read.batch_select_indices(torch.tensor(going, device=device))
+        if len(going) < len(next(cache.bounded).slots.seen):  # type: ignore[union-attr]
+            cache.batch_select_indices(torch.tensor(going, device=device))
         where = torch.tensor(rows, device=device)
-        self.cache.load(where, read)
+        self.cache.load(where, cache)
         self.rows.put(where, jobs)
 
-    def _prefill(self, jobs: list[_Job]) -> tuple[list[int], BoundedCache]:
+    def _prefill(self, jobs: list[Job]) -> tuple[list[int], BoundedCache]:
         """The first token of each, and the states after the prompts."""
-        asked = [job.request for job in jobs]
-        ids, real = _padded([request.prompt for request in asked], self.rnn.device)
-        if self.front is not None and len(jobs) == 1 and self._in_wavefront(ids.shape[1]):
-            logits, read = self.front.read(ids, asked[0].on_read)
+        requests = [job.request for job in jobs]
+        ids, real = _padded([request.prompt for request in requests], self.rnn.device)
+        if self.pipeline is not None and len(jobs) == 1 and self._in_pipeline(ids.shape[1]):
+            logits, cache = self.pipeline.read(ids, requests[0].on_read)
         else:
-            logits, read = self._read(ids, real, asked)
-        how = {name: torch.tensor(value, device=logits.device) for name, value in _sampling(asked).items()}
-        return pick(logits, **how, count=torch.zeros_like(how["seed"])).tolist(), read
+            logits, cache = self._read(ids, real, requests)
+        how = {name: torch.tensor(value, device=logits.device) for name, value in sampling_settings(requests).items()}
+        return pick(logits, **how, count=torch.zeros_like(how["seed"])).tolist(), cache
 
-    def _read(self, ids: Tensor, real: Tensor, asked: list[Request]) -> tuple[Tensor, BoundedCache]:
+    def _read(self, ids: Tensor, real: Tensor, requests: list[Request]) -> tuple[Tensor, BoundedCache]:
         """Prompts of any lengths together, piece by piece."""
         state, ragged, end = self.rnn.start(), not bool(real.all()), 0
         pieces = (torch.split(tensor, self.rnn.piece, 1) for tensor in (ids, real))
         for tokens, mask in zip(*pieces, strict=True):
             logits, state = self.rnn.step(tokens, state, mask if ragged else None)
             start, end = end, end + tokens.shape[1]
-            _tell(asked, start, end, ids.shape[1])
+            _report(requests, start, end, ids.shape[1])
         return logits, state.cache
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -289,12 +222,12 @@ class Engine:
         return logits[:, -1]
 
     @torch.no_grad()
-    def _step(self, sampled: bool) -> None:
+    def step(self, sampled: bool = False) -> None:
         """One token for every row that has not ended; of the others nothing changes."""
         rows, seen = self.rows, self.cache.seen
         active = seen >= 0
         self.cache.begin()
-        with self._side, self._weights:
+        with self._decisions, self._weights:
             logits = self._call(rows.token, seen.clamp(min=0))
         if sampled:
             token = pick(logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.count)
@@ -307,16 +240,16 @@ class Engine:
         ended = (token[:, None] == rows.stops).any(1) | (rows.left <= 0)
         seen.copy_(torch.where(active & ~ended, seen + 1, -1))
 
-    def _launch(self, sampled: bool) -> _Emitted:
+    def _launch(self, sampled: bool) -> Emitted:
         if not self.graphs:
-            self._step(sampled)
-            return _Emitted(self.rows.emitted.clone(), None)
+            self.step(sampled)
+            return Emitted(self.rows.emitted.clone(), None)
         self.capture(sampled).replay()
         emitted = torch.empty(self.batch, dtype=torch.int64, pin_memory=True)
         emitted.copy_(self.rows.emitted, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return _Emitted(emitted, event)
+        return Emitted(emitted, event)
 
     @torch.no_grad()
     def capture(self, sampled: bool = False) -> torch.cuda.CUDAGraph:
@@ -327,46 +260,22 @@ class Engine:
         return self._captured[sampled]
 
     def _capture(self, sampled: bool) -> torch.cuda.CUDAGraph:
-        """On a stream of this engine: who destroys a graph has PyTorch free the matmuls' workspace of its stream."""
-        aside = self._aside = self._aside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        """On a stream of this engine: destroying a graph frees the matmul workspace of its capture stream."""
+        stream = self._capture_stream = self._capture_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(3):  # kernels are compiled and workspaces made before the capture
-                self._step(sampled)
-        torch.cuda.current_stream().wait_stream(aside)
+                self.step(sampled)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=aside):
-            self._step(sampled)
+        with torch.cuda.graph(graph, stream=stream):
+            self.step(sampled)
         return graph
 
 
-@dataclass
-class _Emitted:
-    """A step's tokens, on their way to the host."""
-
-    tokens: Tensor
-    event: torch.cuda.Event | None
-
-    def ready(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        tokens: list[int] = self.tokens.tolist()
-        return tokens
-
-
-def _collect(emitted: _Emitted, jobs: dict[int, _Job]) -> Iterator[Finished]:
-    """Hand a step's tokens to their requests; -1 is of a row that was idle."""
-    for row, token in enumerate(emitted.ready()):
-        if token >= 0 and row in jobs:
-            ended = jobs[row].take(token)
-            if ended is not None:
-                del jobs[row]
-                yield ended
-
-
-def _tell(asked: list[Request], start: int, end: int, longest: int) -> None:
-    """Those who listen hear how many of their tokens are among these columns; padding is on the left."""
-    for request in asked:
+def _report(requests: list[Request], start: int, end: int, longest: int) -> None:
+    """Call `on_read` with how many of a request's tokens are among these columns; padding is on the left."""
+    for request in requests:
         begin = longest - len(request.prompt)
         if request.on_read is not None and end > begin:
             request.on_read(end - max(start, begin))
@@ -379,3 +288,14 @@ def _padded(prompts: list[Sequence[int]], device: torch.device) -> tuple[Tensor,
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
     real = torch.arange(longest, device=device) >= longest - sizes[:, None]
     return ids, real.to(torch.int64)
+
+
+def _with_renamed(options: EngineOptions, renamed: dict[str, Any]) -> EngineOptions:
+    """Options given under their old names, as keywords of the engine itself."""
+    unknown = sorted(set(renamed) - set(_RENAMED))
+    if unknown:
+        raise TypeError(f"Engine has no argument {unknown[0]!r}; allowed: batch, length, options=EngineOptions(...)")
+    for name in renamed:
+        message = f"Engine({name}=...) is deprecated; use options=EngineOptions({_RENAMED[name]}=...)"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return replace(options, **{_RENAMED[name]: value for name, value in renamed.items()})

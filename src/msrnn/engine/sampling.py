@@ -1,6 +1,6 @@
-"""Which token comes next: the likeliest, or one drawn; all on the device, one random number per row and step.
+"""The next token, greedy or sampled, all on the device, with one random number per row and step.
 
-A row's draws depend on its own seed and count alone, so they do not change with the batch around it.
+A row's samples depend on its own seed and count alone, so they do not change with the batch around it.
 """
 
 from __future__ import annotations

@@ -1,179 +1,185 @@
 """A `past_key_values` at fixed addresses: as many rows as a batch has, written in place, fit for a CUDA graph.
 
-Made from a bounded cache that has read a token, whose states tell every layer's shape. A row that reads nothing has
-`seen` at -1; a state that was read elsewhere is loaded into it. Nothing here waits for the device during a step.
+Made from a bounded cache that has read a token, which gives every layer's shape. An idle row has `seen` at -1; slots
+that were filled elsewhere are loaded into it. Nothing here waits for the device during a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Cache
 
 from ..core.attention import Attention
-from ..core.slots import State
-from ..hf.cache import BoundedCache, BoundedLayer, BoundIgnored, Unsupported
-from ..kernels.step import step
+from ..core.recurrence import step
+from ..core.slots import Slots
+from ..hf.attention import BoundIgnored
+from ..hf.cache import BoundedCache, BoundedLayer
+from ..hf.geometry import Unsupported
 from ..policy import Policy
 
-Reading = Literal["flash", "masked", "exact", "step"]
-_normal = torch.inference_mode(False)  # buffers outlive a caller's inference mode
+FullAttention = Literal["flash", "masked", "exact", "step"]
+_outside_inference_mode = torch.inference_mode(False)  # buffers outlive a caller's inference mode
 
 
 class StaticLayer(BoundedLayer):
-    """One layer's states for every row of the batch."""
+    """One layer's slots for every row of the batch."""
 
-    @_normal
-    def __init__(self, like: State, policy: Policy, seen: Tensor) -> None:
-        super().__init__(policy, "recurrent", 1)
-        batch, stored = len(seen), like.keys.shape[1]
-        self.seen, self.is_initialized = seen, True
-        self.keys = like.keys.new_zeros(batch, *like.keys.shape[1:])
-        self.values = like.values.new_zeros(batch, *like.values.shape[1:])
-        self.positions = like.positions.new_full((batch, *like.positions.shape[1:]), -1)
-        self.scores = None if like.scores is None else like.scores.new_zeros(batch, *like.scores.shape[1:])
-        self.slot = like.positions.new_zeros(batch, like.positions.shape[1])
-        self.stored = stored
+    slots: Slots
+
+    def __init__(self, policy: Policy, slots: Slots) -> None:
+        super().__init__(policy)
+        self.slots, self.is_initialized = slots, True
+
+    @classmethod
+    @_outside_inference_mode
+    def bounded(cls, policy: Policy, like: Slots, seen: Tensor) -> StaticLayer:
+        """Empty rows with the shape of `like`; all layers share `seen` [B]."""
+        rows = {name: tensor.new_zeros(len(seen), *tensor.shape[1:]) for name, tensor in like.tensors().items()}
+        rows["positions"].fill_(-1)
+        return cls(policy, replace(like, **(rows | {"seen": seen})))
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         key, value = self._take(query)
-        state = (self.keys, self.values, self.positions, self.scores, self.slot, self.seen)
-        return step(query[:, :, 0], key, value, *state, self.policy, attention)[:, :, None]
+        return step(self.slots, query[:, :, 0], key, value, self.policy, attention)[:, :, None]
 
     def _take(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """The pending key and value, [B, E, D] and [B, E, V]."""
-        key, value = self.pending, self.values_pending
-        if key is None or value is None or query.shape[2] != 1 or len(query) != len(self.seen):
-            raise BoundIgnored(f"a static cache takes one token of each of its {len(self.seen)} rows at a time")
-        self.pending = self.values_pending = None
-        share = self.stored // key.shape[1]  # above 1 where every query head decides alone, with rows of its own
-        key, value = key[:, :, 0], value[:, :, 0]
-        return (key, value) if share == 1 else (key.repeat_interleave(share, 1), value.repeat_interleave(share, 1))
+        """The pending key and value, [B, G, D] and [B, G, V]."""
+        batch = len(self.slots.seen)
+        if self.new_columns != 1 or query.shape[2] != 1 or len(query) != batch:
+            raise BoundIgnored(f"a static cache takes one token of each of its {batch} rows at a time")
+        key, value = self.take_pending()
+        return key[:, :, 0], value[:, :, 0]
 
-    def load(self, rows: Tensor, state: State) -> None:
-        """Row rows[i] of the batch becomes row i of a state that was read elsewhere."""
-        self.keys.index_copy_(0, rows, state.keys)
-        self.values.index_copy_(0, rows, state.values)
-        self.positions.index_copy_(0, rows, state.positions)
-        self.slot.index_copy_(0, rows, (state.positions < 0).to(torch.uint8).argmax(-1))
-        if self.scores is not None and state.scores is not None:
-            self.scores.index_copy_(0, rows, state.scores)
+    def load(self, rows: Tensor, slots: Slots) -> None:
+        """Row rows[i] of the batch becomes row i of slots that were filled elsewhere."""
+        for name, tensor in self.slots.tensors().items():
+            if name != "seen":
+                tensor.index_copy_(0, rows, getattr(slots, name))
 
     @property
     def nbytes(self) -> int:
-        held = (self.keys, self.values, self.positions, self.scores, self.slot)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+        return self.slots.nbytes - self.slots.seen.nbytes
 
     def get_seq_length(self) -> int:
         return 0  # every row is elsewhere; positions are given with the tokens
 
     @property
     def batch_size(self) -> int:
-        return len(self.seen)
+        return len(self.slots.seen)
 
 
 class FullLayer(StaticLayer):
     """A layer that keeps everything: token p is in slot p, and attention reads no more than a row has.
 
-    `reading` says how: `flash`, PyTorch's flash attention told each row's length; `masked`, its SDPA; `exact`, its SDPA
-    over all slots without a mask, right only while every row fills them (for benchmarks); `step`, our own kernel.
+    `backend`: `flash`, PyTorch's flash attention with each row's length; `masked`, its SDPA; `exact`, its SDPA over all
+    slots without a mask, right only while every row fills them (for benchmarks); `step`, our own kernel.
     """
 
-    @_normal
-    def __init__(self, like: State, policy: Policy, seen: Tensor, place: Tensor, length: int, reading: Reading) -> None:
-        BoundedLayer.__init__(self, policy, "recurrent", 1)
-        batch, self.stored = len(seen), like.keys.shape[1]
-        self.seen, self.place, self.is_initialized, self.reading = seen, place, True, reading
-        self.keys, self.values = (_rows(rows, batch, length, reading == "flash") for rows in (like.keys, like.values))
-        count = torch.arange(max(batch, self.stored) + 1, device=seen.device)
-        self.row, self.head = count[:batch, None], count[None, : self.stored]
-        self.positions, self.scores = torch.arange(length, device=seen.device).expand(batch, 1, -1), None
-        self.slot = torch.zeros(batch, 1, dtype=torch.int64, device=seen.device)
-        self.queries = count[: batch + 1].to(torch.int32)
-        self.starts = length * self.queries
+    @_outside_inference_mode
+    def __init__(
+        self, policy: Policy, like: Slots, seen: Tensor, place: Tensor, length: int, backend: FullAttention
+    ) -> None:
+        batch, heads, device = len(seen), like.keys.shape[1], seen.device
+        keys, values = (_full_rows(rows, batch, length, backend == "flash") for rows in (like.keys, like.values))
+        positions = torch.arange(length, device=device).expand(batch, 1, -1)
+        unused = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        super().__init__(policy, Slots(keys, values, positions, unused, seen))
+        self.place, self.backend = place, backend
+        count = torch.arange(max(batch, heads) + 1, device=device)
+        self.row, self.head = count[:batch, None], count[None, :heads]
+        self.query_starts = count[: batch + 1].to(torch.int32)
+        self.key_starts = length * self.query_starts
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
-        key, value = self._take(query)
-        self.keys[self.row, self.head, self.place[:, None]] = key
-        self.values[self.row, self.head, self.place[:, None]] = value
-        if not attention.plain:
+        key, value = self.slots.expand(*self._take(query))
+        slots = self.slots
+        slots.keys[self.row, self.head, self.place[:, None]] = key
+        slots.values[self.row, self.head, self.place[:, None]] = value
+        if self.backend == "step" or not attention.plain:
             return self._step(query, attention, key, value)
-        if self.reading == "flash":
+        if self.backend == "flash":
             return self._flash(query, attention)
-        if self.reading == "step":
-            return self._step(query, attention, key, value)
-        mask = None if self.reading == "exact" else (self.positions <= self.place[:, None, None])[:, :, None]
-        grouped = self.stored != query.shape[1]
+        mask = None if self.backend == "exact" else (slots.positions <= self.place[:, None, None])[:, :, None]
+        grouped = slots.keys.shape[1] != query.shape[1]
         scale = attention.scale
-        return scaled_dot_product_attention(query, self.keys, self.values, mask, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(query, slots.keys, slots.values, mask, scale=scale, enable_gqa=grouped)
 
     def _flash(self, query: Tensor, attention: Attention) -> Tensor:
-        keys, values = (rows.transpose(1, 2).flatten(0, 1) for rows in (self.keys, self.values))
+        keys, values = (rows.transpose(1, 2).flatten(0, 1) for rows in (self.slots.keys, self.slots.values))
         output = torch.ops.aten._flash_attention_forward(
-            query[:, :, 0].contiguous(), keys, values, self.queries, self.starts, 1, self.keys.shape[2],
+            query[:, :, 0].contiguous(), keys, values, self.query_starts, self.key_starts, 1, self.slots.keys.shape[2],
             0.0, False, False, scale=attention.scale, seqused_k=(self.place + 1).to(torch.int32),
         )[0]  # fmt: skip
         return cast("Tensor", output)[:, :, None]
 
     def _step(self, query: Tensor, attention: Attention, key: Tensor, value: Tensor) -> Tensor:
-        """Our own kernel, which takes what attention there is: soft caps and sinks too."""
-        positions = torch.where(self.positions < self.place[:, None, None], self.positions, -1)
-        state = (self.keys.contiguous(), self.values.contiguous(), positions, None, self.place[:, None].clone())
-        return step(query[:, :, 0], key, value, *state, self.seen, self.policy, attention)[:, :, None]
+        """Our own kernel, which has soft caps and sinks too."""
+        slots = self.slots
+        positions = torch.where(slots.positions < self.place[:, None, None], slots.positions, -1)
+        rows = replace(
+            slots,
+            keys=slots.keys.contiguous(),
+            values=slots.values.contiguous(),
+            positions=positions,
+            next=self.place[:, None].clone(),
+        )
+        return step(rows, query[:, :, 0], key, value, self.policy, attention)[:, :, None]
 
-    def load(self, rows: Tensor, state: State) -> None:
+    def load(self, rows: Tensor, slots: Slots) -> None:
         for index, row in enumerate(rows.tolist()):
-            real = state.positions[index, 0] >= 0
-            at = state.positions[index, 0, real]
-            self.keys[row][:, at] = state.keys[index][:, real]
-            self.values[row][:, at] = state.values[index][:, real]
+            real = slots.positions[index, 0] >= 0
+            at = slots.positions[index, 0, real]
+            self.slots.keys[row][:, at] = slots.keys[index][:, real]
+            self.slots.values[row][:, at] = slots.values[index][:, real]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.keys, self.values))
+        return self.slots.keys.nbytes + self.slots.values.nbytes
 
 
-def _rows(like: Tensor, batch: int, length: int, flash: bool) -> Tensor:
-    """[B, E, S, D] of zeros; for flash attention a token's heads lie beside each other."""
-    stored, size = like.shape[1], like.shape[3]
+def _full_rows(like: Tensor, batch: int, length: int, flash: bool) -> Tensor:
+    """[B, G, S, D] of zeros; for flash attention the heads of a token lie beside each other."""
+    heads, size = like.shape[1], like.shape[3]
     if flash:
-        return like.new_zeros(batch, length, stored, size).transpose(1, 2)
-    return like.new_zeros(batch, stored, length, size)
+        return like.new_zeros(batch, length, heads, size).transpose(1, 2)
+    return like.new_zeros(batch, heads, length, size)
 
 
 class StaticCache(BoundedCache):
     """`seen` [B]: tokens read by each row, -1 where a row is idle; whoever steps counts it on."""
 
-    @_normal
-    def __init__(self, like: BoundedCache, batch: int, length: int | None, reading: Reading | None = None) -> None:
+    @_outside_inference_mode
+    def __init__(
+        self, like: BoundedCache, batch: int, length: int | None, backend: FullAttention | None = None
+    ) -> None:
         """`like` has read at least a token. `length` is the room for layers that keep everything."""
-        self.model, self.plan, self.prompt, self.config = like.model, like.plan, like.prompt, like.config
         bounded = list(like.bounded)
         if len(bounded) != len(like.layers):
             raise Unsupported("this model has layers without keys and values; run it with model.generate(...)")
-        states = [layer.state for layer in bounded if layer.state is not None]
-        self.seen = torch.full((batch,), -1, dtype=torch.int64, device=states[0].seen.device)
+        slots = [layer.slots for layer in bounded if layer.slots is not None]
+        self.seen = torch.full((batch,), -1, dtype=torch.int64, device=slots[0].seen.device)
         self.place, self.length = torch.zeros_like(self.seen), length
-        reading = reading or _fastest(states[0])
+        backend = backend or _fastest(slots[0])
         layers = [
-            _layer(state, layer.policy, self.seen, self.place, length, reading)
-            for state, layer in zip(states, bounded, strict=True)
+            _layer(layer.policy, one, self.seen, self.place, length, backend)
+            for one, layer in zip(slots, bounded, strict=True)
         ]
-        Cache.__init__(self, layers=layers)
+        self._set(like.model, like.plan, like.prompt, layers)
 
     def begin(self) -> None:
-        """Before each step: where layers that keep everything put the newcomers; an idle row's place stays as it is."""
+        """Before each step: where layers that keep everything put the new tokens; an idle row's place stays."""
         if self.length is not None:
             self.place.copy_(torch.where(self.seen >= 0, self.seen.clamp(max=self.length - 1), self.place))
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """All rows idle for a while. What a step writes meanwhile goes where the next token will be written over it."""
+        """All rows idle for a while. What a step writes meanwhile, the next token overwrites."""
         self.begin()
         seen = self.seen.clone()
         self.seen.fill_(-1)
@@ -190,24 +196,24 @@ class StaticCache(BoundedCache):
 
     def load(self, rows: Tensor, cache: BoundedCache) -> None:
         """Row rows[i] becomes row i of a cache that has read a prompt."""
-        for mine, theirs in zip(self.static, cache.bounded, strict=True):
-            assert theirs.state is not None
-            mine.load(rows, theirs.state)
-        self.seen.index_copy_(0, rows, next(cache.bounded).state.seen.to(self.seen.device))  # type: ignore[union-attr]
+        for ours, theirs in zip(self.static, cache.bounded, strict=True):
+            assert theirs.slots is not None
+            ours.load(rows, theirs.slots)
+        self.seen.index_copy_(0, rows, next(cache.bounded).slots.seen.to(self.seen.device))  # type: ignore[union-attr]
 
 
 def _layer(
-    state: State, policy: Policy, seen: Tensor, place: Tensor, length: int | None, reading: Reading
+    policy: Policy, like: Slots, seen: Tensor, place: Tensor, length: int | None, backend: FullAttention
 ) -> StaticLayer:
-    if state.limit is not None:
-        return StaticLayer(state, policy, seen)
+    if like.limit is not None:
+        return StaticLayer.bounded(policy, like, seen)
     if length is None:
         raise ValueError(f"{policy} keeps every token, so its room must be known: give length=N")
-    return FullLayer(state, policy, seen, place, length, reading)
+    return FullLayer(policy, like, seen, place, length, backend)
 
 
-def _fastest(state: State) -> Reading:
-    """How to read a full cache, where rows differ in length."""
-    size = state.keys.shape[3]
-    half = state.keys.is_cuda and state.keys.dtype.itemsize == 2
-    return "flash" if half and size == state.values.shape[3] and size <= 256 and size % 8 == 0 else "masked"
+def _fastest(like: Slots) -> FullAttention:
+    """The fastest backend for a full cache whose rows differ in length."""
+    size = like.keys.shape[3]
+    half = like.keys.is_cuda and like.keys.dtype.itemsize == 2
+    return "flash" if half and size == like.values.shape[3] and size <= 256 and size % 8 == 0 else "masked"

@@ -24,8 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 
 from ..core import reference
 from ..core.attention import Attention
-from ..core.slots import State
-from ..hf.cache import BoundedCache, BoundedLayer, Unsupported, text_config
+from ..core.slots import Slots
+from ..hf.cache import BoundedCache, BoundedLayer
+from ..hf.geometry import Unsupported, text_config
 from ..policy import Policy
 from .perplexity import Positions
 
@@ -123,7 +124,7 @@ class PiecePositions:
         self.start, self.base = start, float(BASE)
         return BASE + torch.arange(size)[None]
 
-    def _rotate(self, layers: dict[int, State], start: int) -> None:
+    def _rotate(self, layers: dict[int, Slots], start: int) -> None:
         """Layers of one shape together, [B, layers, U, S]: with short pieces kernel launches take the time."""
         positions = torch.stack([state.positions for state in layers.values()], 1)
         keys = torch.stack([state.keys for state in layers.values()], 1)
@@ -145,11 +146,11 @@ class PiecePositions:
         return torch.where(positions >= self.start, newest, older)
 
 
-def _same_shape(layers: Iterable[BoundedLayer]) -> list[dict[int, State]]:
+def _same_shape(layers: Iterable[BoundedLayer]) -> list[dict[int, Slots]]:
     """The states by layer, grouped by what can be stacked into one tensor."""
-    groups: dict[tuple[Any, ...], dict[int, State]] = {}
+    groups: dict[tuple[Any, ...], dict[int, Slots]] = {}
     for index, layer in enumerate(layers):
-        state = layer.state
+        state = layer.slots
         assert state is not None
         key = (state.keys.shape, state.positions.shape, state.limit, state.keys.dtype, state.keys.device)
         groups.setdefault(key, {})[index] = state

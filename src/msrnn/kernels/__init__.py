@@ -1,88 +1,170 @@
-"""The hot operations, chosen once by device: plain PyTorch, compiled for the CPU, or Triton on a GPU."""
+"""The hot operations, chosen here and nowhere else: plain PyTorch, Numba on a CPU, Triton on a GPU.
+
+Every operation has a twin in `kernels/torch` with the same name and arguments, which says what it means.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from types import ModuleType
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
 
+import torch as pytorch
 from torch import Tensor
 
+from ..core.attention import Attention
+from ..core.slots import Columns, Slots
 from ..policy import Policy
-from .torch import scan as eager
+from .torch import compact as torch_compact
+from .torch import mask as torch_mask
+from .torch import scan as torch_scan
+from .torch import step as torch_step
+from .torch.scan import Scan
 
-NEVER = eager.NEVER
-Vanished = eager.Vanished
-mask = eager.mask
+if TYPE_CHECKING:
+    from ..core.workspace import Workspace
+    from .numba.chunk import Chunks
+
+__all__ = [
+    "Scan",
+    "compact",
+    "compiled",
+    "decision_stream",
+    "fast_chunks",
+    "mask",
+    "mask_exponentials",
+    "scan",
+    "step",
+    "takes_exponentials",
+]
+
+mask = torch_mask.mask
 
 
 def compiled(device: str) -> bool:
     """Whether a kind of device has compiled operations here; MSRNN_OPS=eager asks for plain PyTorch everywhere."""
-    wanted = os.environ.get("MSRNN_OPS", "auto")
-    if wanted not in ("auto", "eager", "compiled"):
-        raise ValueError(f"MSRNN_OPS is {wanted!r}; allowed: auto, eager, compiled")
+    choice = os.environ.get("MSRNN_OPS", "auto")
+    if choice not in ("auto", "eager", "compiled"):
+        raise ValueError(f"MSRNN_OPS is {choice!r}; allowed: auto, eager, compiled")
     package = {"cpu": "numba", "cuda": "triton"}.get(device)
-    able = package is not None and importlib.util.find_spec(package) is not None
-    if wanted == "compiled" and not able:
+    able = package is not None and _installed(package)
+    if choice == "compiled" and not able:
         advice = f"install {package}" if package else "it has plain PyTorch only"
         raise RuntimeError(f"MSRNN_OPS=compiled, but there is no compiled scan for {device} here: {advice}")
-    return able and wanted != "eager"
+    return able and choice != "eager"
 
 
-def _rows(device: str) -> ModuleType:
-    """Whoever moves rows and hides weights on a kind of device."""
-    if device == "cpu" and compiled(device):
-        from .numba import compact as cpu_rows
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
-        return cpu_rows
-    return eager
+
+def takes_exponentials(device: str, policy: Policy) -> bool:
+    """Whether the scan for a kind of device can start from exponentials."""
+    return device == "cpu" and policy.rule is None and compiled(device)
 
 
 def scan(
     logits: Tensor,
-    births: Tensor,
+    columns: Columns,
     steps: Tensor,
-    scores: Tensor | None,
     policy: Policy,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    attention: Attention,
     exponentials: bool = False,
-) -> eager.Scanned:
-    """Run a chunk's evictions; see `eager.scan` for the meaning of every argument.
+) -> Scan:
+    """A chunk's evictions and attention weights; see `kernels/torch/scan.py`.
 
-    An implementation that is `quick` also takes the logits' exponentials in their place, and works in their memory. It
-    raises `Vanished` if they have overflowed or underflowed: then call again with the logits themselves.
+    Where `takes_exponentials`, `logits` may hold their exponentials, which are overwritten. `OutOfRange` is raised if
+    they overflowed or vanished: then call again with the logits themselves.
     """
     device = logits.device.type
-    if not compiled(device):
-        return eager.scan(logits, births, steps, scores, policy, window, sinks)
+    if policy.rule is not None or not compiled(device):
+        return torch_scan.scan(logits, columns, steps, policy, attention)
     if device == "cuda":
-        from .triton import scan as gpu
+        from .triton import scan as triton_scan
 
-        return gpu.scan(logits, births, steps, scores, policy, window, sinks)
-    from .numba import scan as cpu
+        return triton_scan.scan(logits, columns, steps, policy, attention)
+    from .numba import scan as numba_scan
 
-    return cpu.scan(logits, births, steps, scores, policy, window, sinks, exponentials)
-
-
-def quick(device: str) -> bool:
-    """Whether the scan for a kind of device takes exponentials."""
-    return compiled(device) and device == "cpu"
+    return numba_scan.scan(logits, columns, steps, policy, attention, exponentials)
 
 
-def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None) -> Tensor:
-    """Exponentials of what is not visible become 0; see `eager.hide`."""
-    mass: Tensor = _rows(weights.device.type).hide(weights, births, expiry, steps, sinks)
-    return mass
+def step(
+    slots: Slots,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: Policy,
+    attention: Attention,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token of every row, in place; see `kernels/torch/step.py`. The output goes to `out` if given."""
+    device = query.device.type
+    if device not in ("cpu", "cuda") or policy.rule is not None or attention.sharded or not compiled(device):
+        output = torch_step.step(slots, query, key, value, policy, attention)
+        return output if out is None else out.copy_(output)
+    if device == "cpu":
+        from .numba import step as numba_step
+
+        return numba_step.step(slots, query, key, value, policy, attention, out)
+    from .triton import step as triton_step
+
+    return triton_step.step(slots, query, key, value, policy, attention, out)
+
+
+def mask_exponentials(
+    weights: Tensor, positions: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Exponentials of what is not visible become 0; see `kernels/torch/mask.py`."""
+    if weights.device.type == "cpu" and compiled("cpu"):
+        from .numba import mask as numba_mask
+
+        return numba_mask.mask_exponentials(weights, positions, expiry, steps, sinks)
+    return torch_mask.mask_exponentials(weights, positions, expiry, steps, sinks)
 
 
 def compact(
-    births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
+    positions: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
 ) -> None:
-    """Close the gaps that a chunk's evictions left; see `eager.compact`."""
-    if births.is_cuda and compiled("cuda"):
-        from .triton import compact as gpu_rows
+    """Close the gaps that a chunk's evictions left; see `kernels/torch/compact.py`."""
+    device = positions.device.type
+    if device == "cuda" and compiled(device):
+        from .triton import compact as triton_compact
 
-        gpu_rows.compact(births, scores, rows, expiry, used, end)
-        return
-    _rows(births.device.type).compact(births, scores, rows, expiry, used, end)
+        triton_compact.compact(positions, scores, rows, expiry, used, end)
+    elif device == "cpu" and compiled(device):
+        from .numba import compact as numba_compact
+
+        numba_compact.compact(positions, scores, rows, expiry, used, end)
+    else:
+        torch_compact.compact(positions, scores, rows, expiry, used, end)
+
+
+def fast_chunks(
+    space: Workspace,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    steps: Tensor,
+    policy: Policy,
+    attention: Attention,
+    output: Tensor,
+) -> Chunks | None:
+    """Chunks with little between their matmuls, where the device and the dtype have them (CPU, float32 and up)."""
+    dtype, device = tokens[0].dtype, tokens[0].device.type
+    if device != "cpu" or dtype not in (pytorch.float32, pytorch.float64) or space.slots.limit is None:
+        return None
+    if policy.rule is not None or attention.sharded or not compiled(device):
+        return None
+    from .numba.chunk import Chunks
+
+    return Chunks(space, tokens, steps, policy, attention, output)
+
+
+def decision_stream(device: pytorch.device) -> AbstractContextManager[None]:
+    """Inside this context a GPU chooses victims on a stream beside the model's; when it ends, all are chosen."""
+    if device.type != "cuda" or not compiled("cuda"):
+        return nullcontext()
+    from .triton.step import DecisionStream
+
+    return DecisionStream(device)

@@ -1,18 +1,18 @@
-"""What one layer does with a batch of requests, as vLLM puts it together; nothing here knows vLLM itself."""
+"""What one layer does with a batch of requests, as vLLM puts it together; nothing here imports vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..core import recurrence
 from ..core.attention import Attention
+from ..core.recurrence import read, step
+from ..core.slots import Slots
 from ..policy import Policy
-from .block import Blocks
-from .step import step
+from .block import clear, one_request
 
 
 @dataclass
@@ -55,7 +55,7 @@ def batch_of(blocks: Tensor, seen: Tensor, starts: list[int]) -> Batch:
 
 
 def attend(
-    blocks: Blocks,
+    blocks: Slots,
     batch: Batch,
     query: Tensor,
     key: Tensor,
@@ -69,26 +69,13 @@ def attend(
         rows = slice(0, batch.steps)
         index, seen = batch.blocks[rows], batch.seen[rows]
         if batch.begins:
-            blocks.clear_new(index, seen)
-        step(blocks, index, seen, query[rows], key[rows], value[rows], policy, attention, output[rows])
+            clear(blocks, index, seen)
+        slots = replace(blocks, rows=index, seen=seen)
+        step(slots, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
     for row in range(batch.steps, len(batch.starts) - 1):
-        part = slice(batch.starts[row], batch.starts[row + 1])
-        new = (query[part], key[part], value[part])
-        _read(blocks, batch.block_list[row], batch.seen_list[row], new, policy, attention, output[part])
-
-
-def _read(
-    blocks: Blocks,
-    block: int,
-    seen: int,
-    new: tuple[Tensor, Tensor, Tensor],
-    policy: Policy,
-    attention: Attention,
-    output: Tensor,
-) -> None:
-    """Several tokens of one request: a piece of its prompt."""
-    if seen == 0:
-        blocks.clear(block)
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in new)
-    state = blocks.state(block, seen, query.shape[2])
-    output.copy_(recurrence.run(state, query, key, value, policy, attention)[0].transpose(0, 1))
+        part, seen = slice(batch.starts[row], batch.starts[row + 1]), batch.seen[row : row + 1]
+        if batch.seen_list[row] == 0:
+            clear(blocks, batch.blocks[row : row + 1], seen)
+        slots = one_request(blocks, batch.block_list[row], batch.seen_list[row])
+        tokens = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
+        output[part] = read(slots, *tokens, policy, attention)[0].transpose(0, 1)

@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ..core.slots import Slots
 from . import metrics, settings
 from .backend import bounded_layers
-from .block import Blocks
 from .plugin import Refused
 from .prefix import FILES, Prefix, read_all
 
@@ -53,7 +53,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.hits: Any = None
         model = vllm_config.model_config
         for prefix in self.prefixes.values():
-            prefix.check(model.model, model.revision, model.dtype, [str(policy) for policy in settings.asked()])
+            prefix.check(model.model, model.revision, model.dtype, [str(policy) for policy in settings.policies()])
 
     # In the scheduler.
 
@@ -122,17 +122,16 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is saved."""
 
 
-def put(blocks: Blocks, block: int, prefix: Prefix, layer: int) -> None:
+def put(blocks: Slots, block: int, prefix: Prefix, layer: int) -> None:
     """A layer's state, or this process's share of its heads, into a block."""
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    parts = {"keys": blocks.keys, "values": blocks.values, "positions": blocks.positions, "scores": blocks.scores}
-    for name, into in parts.items():
-        if into is None:
+    for name, into in blocks.tensors().items():
+        if name in ("next", "seen"):
             continue
         whole = prefix.tensors[f"{layer}.{name}"][0]
         mine = whole if len(whole) == into.shape[1] else whole.chunk(world)[rank]
         if mine.shape != into.shape[1:]:
             raise Refused(f"prefix {prefix.name}: its {name} {tuple(whole.shape)} do not fit {tuple(into.shape[1:])}")
         into[block] = mine.to(into.device)
-    blocks.slot[block] = blocks.positions[block].argmin(-1)
+    blocks.next[block] = blocks.positions[block].argmin(-1)
     blocks.seen[block] = len(prefix.tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from ..hf.cache import Geometry, Unsupported, geometry
+from ..hf.geometry import Geometry, Unsupported, geometry
 from ..policy import Plan
 from .block import Layout
 

@@ -11,10 +11,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ..core.attention import Attention
+from ..core.slots import Slots
 from . import refusals, settings
 from .backend import BoundedBackend, Metadata
 from .batch import attend
-from .block import Blocks, Layout
+from .block import Layout
 from .shard import attention_of
 
 
@@ -48,7 +49,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sinks, self.softcap = sinks, logits_soft_cap or None
         self._layers = config.compilation_config.static_forward_context
-        self._blocks: tuple[Tensor, Blocks] | None = None
+        self._blocks: tuple[Tensor, Slots] | None = None
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Now the layer has a name, and so a policy. Its backend tells vLLM what its blocks take."""
@@ -84,7 +85,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         sizes = (self.num_heads, self.num_kv_heads, self.head_size, layer.head_size_v)
         return Layout(self.policy, *sizes, layer.kv_cache.dtype)
 
-    def blocks(self, layer: Any) -> Blocks:
+    def blocks(self, layer: Any) -> Slots:
         """The layer's memory, as the parts of its states; vLLM may give it another."""
         memory = layer.kv_cache
         if self._blocks is None or self._blocks[0] is not memory:

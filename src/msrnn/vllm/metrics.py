@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .block import Blocks
+from ..core.slots import Slots
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -19,7 +19,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class Meter:
     """Counts one layer's blocks before each batch; a request's last tokens are seen with the next batch or never."""
 
-    def __init__(self, blocks: Blocks, capacity: int, request_bytes: int) -> None:
+    def __init__(self, blocks: Slots, capacity: int, request_bytes: int) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
         def gauge(name: str, about: str) -> Any:

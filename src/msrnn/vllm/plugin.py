@@ -18,7 +18,7 @@ class Refused(ValueError):
 
 def install() -> None:
     """Every backend that vLLM could choose becomes ours, so that no choice of its own is unbounded."""
-    settings.asked()  # a policy that cannot be read ends the start here
+    settings.policies()  # a policy that cannot be read ends the start here
     check_version(vllm_version())
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..hf.load import mark
-from ..rnn import read_file
+from ..hf.identity import weights_digest
+from ..state_file import read_state_file
 from .plugin import Refused
 
 CONNECTOR = {"kv_connector": "PrefixConnector", "kv_connector_module_path": "msrnn.vllm.connector"}
@@ -31,7 +31,7 @@ class Prefix:
 
     @classmethod
     def read(cls, name: str, path: str | Path) -> Prefix:
-        about, tensors = read_file(path)
+        about, tensors = read_state_file(path)
         if "tokens" not in tensors or "weights" not in about:
             raise Refused(f"prefix {name}: {path} does not say what was read; make it with `msrnn state build`")
         tokens = tuple(tensors.pop("tokens").tolist())
@@ -49,7 +49,7 @@ class Prefix:
         for what, (found, needed) in facts.items():
             if found != needed:
                 raise Refused(f"prefix {self.name}: {self.path} was made with {what} {found}, not {needed}")
-        if self.about["weights"] != mark(model, revision=revision):
+        if self.about["weights"] != weights_digest(model, revision=revision):
             raise Refused(f"prefix {self.name}: {self.path} was made with other weights than those of {model}")
 
     def begins(self, prompt: Sequence[int]) -> bool:

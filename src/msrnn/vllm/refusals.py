@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.attention import Attention
 from . import settings
 from .plugin import Refused
 
@@ -18,7 +17,6 @@ def check(config: Any) -> None:
 
 def _reasons(config: Any) -> list[tuple[bool, str]]:
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    tied = any(policy.scope == "layer" and not policy.blind for policy in settings.asked())
     return [
         (
             config.speculative_config is not None,
@@ -44,9 +42,8 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto",
         ),
         (
-            parallel.tensor_parallel_size > 1 and tied and not hasattr(Attention, "gather"),
-            f"the heads of a layer decide together, and {parallel.tensor_parallel_size} processes share them; use a "
-            "policy by head (tova-head, h2o) or window, or pipeline parallelism",
+            any(policy.rule is not None for policy in settings.policies()),
+            "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova",
         ),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from ..policy import Plan, Policy, parse
+from ..policy import Plan, Policy, parse_policy
 from . import POLICY
 
 _BETWEEN = ";"
@@ -17,7 +17,7 @@ def write(plan: Plan) -> str:
     return texts[0] if plan.uniform else _BETWEEN.join(texts)
 
 
-def asked() -> tuple[Policy, ...]:
+def policies() -> tuple[Policy, ...]:
     """The policies in the environment: one for all layers, or one per layer."""
     return read(os.environ.get(POLICY, ""))
 
@@ -26,7 +26,7 @@ def asked() -> tuple[Policy, ...]:
 def read(text: str) -> tuple[Policy, ...]:
     if not text:
         raise ValueError(f"{POLICY} is not set in this process; set it on every node, e.g. {POLICY}=tova:512")
-    policies = tuple(parse(part) for part in text.split(_BETWEEN))
+    policies = tuple(parse_policy(part) for part in text.split(_BETWEEN))
     for policy in policies:
         if policy.capacity is None:
             raise ValueError(
@@ -37,9 +37,9 @@ def read(text: str) -> tuple[Policy, ...]:
 
 def policy_of(layer: int) -> Policy:
     """The policy of a layer, counted over the whole model."""
-    policies = asked()
-    if len(policies) == 1:
-        return policies[0]
-    if layer >= len(policies):
-        raise ValueError(f"{POLICY} names {len(policies)} layers, the model has a layer {layer}; give one per layer")
-    return policies[layer]
+    layers = policies()
+    if len(layers) == 1:
+        return layers[0]
+    if layer >= len(layers):
+        raise ValueError(f"{POLICY} names {len(layers)} layers, the model has a layer {layer}; give one per layer")
+    return layers[layer]

@@ -27,11 +27,15 @@ class Sharded(Attention):
     rank: int = 0
     share: int = 0
 
+    @property
+    def sharded(self) -> bool:
+        return True
+
     def gather(self, rows: Tensor) -> Tensor:
         gathered: Tensor = tensor_model_parallel_all_gather(rows.contiguous(), dim=1)
         return gathered
 
-    def own(self, rows: Tensor) -> Tensor:
+    def local(self, rows: Tensor) -> Tensor:
         return rows[:, self.rank * self.share : (self.rank + 1) * self.share]
 
 

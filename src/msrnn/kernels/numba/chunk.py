@@ -1,135 +1,189 @@
-"""Chunk after chunk on the CPU: the recurrence with little between its matmuls.
+"""Chunks of a prompt on the CPU with little between their matmuls.
 
-After a pass over megabytes a small operation takes 60 to 120 us, because its code has left the cache. So whatever
+After a pass over megabytes a small PyTorch operation takes 60 to 120 us, because its code has left the cache. So what
 does not change from chunk to chunk is made once per call, and compiled passes do what stands between two matmuls.
-Logits too large for exponentials as they are end it; `recurrence` goes on from there with care. Needs Numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.attention import Attention
-from ...core.buffers import scratch
-from ...core.slots import decides_by_age
-from ...core.workspace import Columns
+from ...core.buffers import buffer
+from ...core.slots import NEVER, age_limits, decides_by_age
+from ...core.workspace import Workspace
 from ...policy import Policy
-from .. import NEVER
-from .compact import compact_unit, hide_unit, open_unit
-from .scan import scan_unit, spread, units
+from .compact import move_unit, plan_unit
+from .mask import mask_unit
+from .scan import FAST_MATH, limits_of, scan_unit
+from .threads import parallel_for, units_of
 
-ROWS = 64  # of a chunk at most: with 9 heads and 512 slots its weights just fit into a core's own cache
+ROWS = 64  # of a chunk at most: with 9 heads and 512 slots its weights just fit into a core's L2 cache
+_NEVER = np.int64(NEVER)
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
 
 
 class _Views(NamedTuple):
-    """What a chunk of C rows and N columns is worked out in, as PyTorch sees it and as compiled passes do."""
+    """The tensors of a chunk of C rows and N columns, as PyTorch and as compiled passes see them."""
 
     logits: list[tuple[Tensor, Tensor, Tensor]]  # of each stored head: queries, keys, logits
-    weights: Tensor  # [B * E, H / E * C, N], all the logits
-    values: Tensor  # [B * E, N, V]
-    mixed: Tensor  # [B * E, H / E * C, V]
+    weights: Tensor  # [B * G, H / G * C, N], all the logits
+    values: Tensor  # [B * G, N, V]
+    mixed: Tensor  # [B * G, H / G * C, V]
     outputs: Tensor  # [B, H, C, V], the same
-    mass: Tensor  # [B, H, C, 1]
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]  # queries, weights, mass as [B, H, C, ...]
+    total: Tensor  # [B, H, C, 1]
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]  # queries, weights, totals as [B, H, C, ...]
 
 
-class Reader:
-    """The tokens of one call: query [B, H, T, D], key [B, E, T, D], value [B, E, T, V] behind open `columns`."""
+class Chunks:
+    """The chunks of one `read`; has the methods of `core.recurrence.Chunks`. tokens: query, key and value of all T."""
+
+    rows = ROWS
 
     def __init__(
         self,
-        columns: Columns,
-        rows: tuple[Tensor, Tensor, Tensor],
+        space: Workspace,
+        tokens: tuple[Tensor, Tensor, Tensor],
         steps: Tensor,
         policy: Policy,
         attention: Attention,
         output: Tensor,
     ) -> None:
-        self.columns, self.attention, self.output = columns, attention, output
-        self.rows = [row.transpose(1, 2).contiguous().numpy() for row in rows]  # models have them in this order
+        self.space, self.attention, self.output = space, attention, output
+        self.tokens = [token.transpose(1, 2).contiguous().numpy() for token in tokens]  # the order that models have
         self.steps = steps.contiguous().numpy()
-        self.keys, self.values, births, scores = columns.buffers
-        self.births, self.expiry, self.units = births.numpy(), np.empty(births.shape, np.int64), units(births)
-        self.scored = scores is not None
-        self.scores = np.zeros(births.shape, self.rows[0].dtype) if scores is None else scores.numpy()
-        self.slots = (self.births, self.scores, self.expiry, self.keys.numpy(), self.values.numpy())
+        number = self.tokens[0].dtype
+        self.positions, self.units = space.positions.numpy(), units_of(space.positions)
+        self.expiry = np.empty(self.positions.shape, np.int64)
+        self.has_scores = space.scores is not None
+        self.scores = np.zeros(self.positions.shape, number) if space.scores is None else space.scores.numpy()
         self.bits = self.scores.view(np.int32 if self.scores.itemsize == 4 else np.int64)
-        self.failed = np.zeros(births.shape[:2], np.bool_)
+        self.gains = None if space.gains is None else space.gains.numpy()
+        self.rows_by_head = [row.numpy() for row in space.moving]
+        self.failed = np.zeros(self.positions.shape[:2], np.bool_)
+        self.moves = np.empty((*self.positions.shape[:2], self.positions.shape[2], 2), np.int64)
+        self.counts = np.empty(self.positions.shape[:2], np.int64)
         self.views: dict[tuple[int, int], _Views] = {}
-        number = self.rows[0].dtype.type
-        window = NEVER if attention.window is None else attention.window
-        capacity = NEVER if policy.capacity is None else policy.capacity
         self.by_age = decides_by_age(policy, attention.window)
-        self.limits = (number(attention.scale), policy.first, NEVER if capacity >= window - 1 else policy.last, window)
-        self.choice = (policy.first, policy.last, capacity, window, number(policy.momentum))
+        self.opening = (number.type(attention.scale), *age_limits(policy, attention.window))
+        self.limits = limits_of(policy, attention, number.type)
 
-    def read(self, start: int, chunk: int, on_evict: Callable[[Tensor, Tensor], None] | None) -> int:
-        """The tokens from `start` on -> where it ended: behind the last, or before a chunk that needs care."""
-        columns, state, total = self.columns, self.columns.state, self.steps.shape[1]
-        assert state.limit is not None  # else nobody would leave
-        while start < total:
-            size = min(chunk, ROWS, total - start)
-            used = columns.used + size
-            before = self.scores.copy() if self.scored else None
-            if not self._attend(start, size, used):
-                state.careful = True
-                if before is not None:
-                    self.scores[:] = before
-                break
-            if on_evict is not None:
-                on_evict(torch.from_numpy(self.births[:, :, :used]), torch.from_numpy(self.expiry[:, :, :used]))
-            columns.used = min(used, state.limit - 1)
-            spread(compact_unit, self.units, 0, *self.slots, used, columns.used, self.scored)
-            state.fed += size
-            start += size
-        return start
+    def attend(self, part: slice) -> Tensor | None:
+        """The chunk joins the workspace, its outputs are written -> expiry [B, U, N].
 
-    def _attend(self, start: int, size: int, used: int) -> bool:
-        """One chunk's outputs and expiry; false, and nothing done, if its exponentials are no numbers to divide by."""
-        if (size, used) not in self.views:
-            self.views = {(size, used): self._views(size, used)}
-        views = self.views[size, used]
-        queries, weights, mass = views.arrays
-        opened = (*self.slots, queries, *self.rows, self.steps, start, self.columns.used)
-        spread(open_unit, self.units, 0, *opened, *self.limits)
+        None, and nothing changed, if exponentials were out of range: then the chunk needs max subtraction.
+        """
+        size, before = part.stop - part.start, self.space.used
+        used = before + size
+        scores = self.scores.copy() if self.has_scores else None
+        views = self._views_of(size, used)
+        queries, weights, totals = views.arrays
+        rows = (self.rows_by_head[0], self.rows_by_head[1], self.gains)
+        places = (self.positions, self.scores, self.expiry, *rows, queries)
+        parallel_for(open_unit, self.units, 0, *places, *self.tokens, self.steps, part.start, before, *self.opening)
         for query, keys, logits in views.logits:
             self.attention.finish(torch.mm(query, keys, out=logits), True)
+        self._weigh(weights, totals, views.total, np.ascontiguousarray(self.steps[:, part]))
+        if self.failed.any():
+            self.failed[:] = False
+            if scores is not None:
+                self.scores[:] = scores
+            return None
+        torch.bmm(views.weights, views.values, out=views.mixed)
+        torch.div(views.outputs, views.total, out=self.output[:, :, part])
+        self.space.used = used
+        return torch.from_numpy(self.expiry[:, :, :used])
+
+    def evict(self, expiry: Tensor) -> None:
+        """What left makes room for the survivors past the slots' end."""
+        used, limit = self.space.used, self.space.slots.limit
+        assert limit is not None
+        end = min(used, limit - 1)
+        plan = (self.positions, self.scores, self.expiry, used, end, self.has_scores)
+        parallel_for(plan_unit, self.units, 0, *plan, self.moves, self.counts)
+        for rows in self.rows_by_head:
+            parallel_for(move_unit, self.units, 0, rows, self.moves, self.counts)
+        self.space.used = end
+
+    def _weigh(self, weights: np.ndarray, totals: np.ndarray, total: Tensor, steps: np.ndarray) -> None:
+        """What is not visible gets no weight; a policy that looks at weights chooses victims."""
         sinks = self.attention.sinks
         if sinks is not None:
-            views.mass.copy_(sinks.detach().to(views.mass.dtype).exp().view(-1, 1, 1).expand_as(views.mass))
-        self._weigh(weights, mass, np.ascontiguousarray(self.steps[:, start : start + size]), sinks is not None)
-        if self.failed.any():
-            return False
-        torch.bmm(views.weights, views.values, out=views.mixed)
-        torch.div(views.outputs, views.mass, out=self.output[:, :, start : start + size])
-        return True
-
-    def _weigh(self, weights: np.ndarray, mass: np.ndarray, steps: np.ndarray, sinking: bool) -> None:
-        """What is not visible gets no weight; a policy that looks at weights says who leaves."""
+            total.copy_(sinks.detach().to(total.dtype).exp().view(-1, 1, 1).expand_as(total))
         if self.by_age:
-            visible = (self.births, self.expiry, steps)
-            spread(hide_unit, self.units, weights.size, weights, mass, *visible, self.failed, sinking)
+            visible = (self.positions, self.expiry, steps)
+            parallel_for(mask_unit, self.units, weights.size, weights, totals, *visible, self.failed, sinks is not None)
             return
-        scored: tuple[Any, ...] = (self.births, steps, self.scores, self.bits, self.expiry, self.failed, mass[0])
-        spread(scan_unit, self.units, weights.size, weights, weights, mass, *scored, sinking, False, *self.choice)
+        state: tuple[Any, ...] = (self.positions, steps, self.scores, self.bits, self.expiry, self.failed, totals[0])
+        how = (self.gains, sinks is not None, False, *self.limits)
+        parallel_for(scan_unit, self.units, weights.size, weights, weights, totals, *state, *how)
 
-    def _views(self, size: int, used: int) -> _Views:
-        batch, _, heads, width = self.rows[0].shape
-        stored, wide = self.keys.shape[1], self.values.shape[3]
+    def _views_of(self, size: int, used: int) -> _Views:
+        if (size, used) not in self.views:
+            self.views = {(size, used): self._make_views(size, used)}
+        return self.views[size, used]
+
+    def _make_views(self, size: int, used: int) -> _Views:
+        (batch, _, heads, width), space = self.tokens[0].shape, self.space
+        stored, value_width = space.keys.shape[1], space.values.shape[3]
         shape = (batch * stored, heads // stored * size)
-        queries, mixed = self._scratch("query", *shape, width), self._scratch("mixed", *shape, wide)
-        weights, mass = self._scratch("logits", *shape, used), self._scratch("mass", batch, heads, size, 1)
-        keys = self.keys[:, :, :used].reshape(shape[0], used, width)
-        values = self.values[:, :, :used].reshape(shape[0], used, wide)
+        queries, mixed = self._buffer("query", *shape, width), self._buffer("mixed", *shape, value_width)
+        weights, total = self._buffer("logits", *shape, used), self._buffer("total", batch, heads, size, 1)
+        keys = space.keys[:, :, :used].reshape(shape[0], used, width)
+        values = space.values[:, :, :used].reshape(shape[0], used, value_width)
         grid = (batch, heads, size, -1)
-        arrays = (queries.view(grid).numpy(), weights.view(grid).numpy(), mass.numpy())
+        arrays = (queries.view(grid).numpy(), weights.view(grid).numpy(), total.numpy())
         logits = list(zip(queries, keys.mT, weights, strict=True))
-        return _Views(logits, weights, values, mixed, mixed.view(grid), mass, arrays)
+        return _Views(logits, weights, values, mixed, mixed.view(grid), total, arrays)
 
-    def _scratch(self, name: str, *shape: int) -> Tensor:
-        return scratch(name, shape, self.keys.dtype, self.keys.device)
+    def _buffer(self, name: str, *shape: int) -> Tensor:
+        return buffer(name, shape, self.space.keys.dtype, self.space.keys.device)
+
+
+@_jit
+def open_unit(  # type: ignore[no-untyped-def]
+    b,
+    u,
+    positions,
+    scores,
+    expiry,
+    keys,
+    values,
+    gains,
+    queries,
+    query,
+    key,
+    value,
+    steps,
+    start,
+    used,
+    scale,
+    first,
+    last,
+    window,
+):
+    """One unit's share of the tokens from `start` on: keys and values go behind the `used` columns, scaled queries into
+    a place of their own. Expiry is set as for a policy that decides by age; a scan sets it anew."""
+    rows, stored, heads = queries.shape[2], keys.shape[1] // positions.shape[1], queries.shape[1] // positions.shape[1]
+    for c in range(rows):
+        for h in range(u * stored, (u + 1) * stored):
+            keys[b, h, used + c] = key[b, start + c, h]
+            values[b, h, used + c] = value[b, start + c, h]
+            if gains is not None:
+                gains[b, h, used + c] = np.sqrt(np.sum(value[b, start + c, h] ** 2))
+        for h in range(u * heads, (u + 1) * heads):
+            for d in range(queries.shape[3]):
+                queries[b, h, c, d] = query[b, start + c, h, d] * scale
+        positions[b, u, used + c] = steps[b, start + c]
+        scores[b, u, used + c] = 0
+    latest = steps[b, start : start + rows].max()
+    for n in range(used + rows):
+        position = positions[b, u, n]
+        end = _NEVER if position < first or last == _NEVER else position + last
+        end = end if window == _NEVER else min(end, position + window - 1)
+        expiry[b, u, n] = -1 if position < 0 else end if end <= latest else _NEVER

@@ -1,7 +1,4 @@
-"""What happens to rows between matmuls, compiled for the CPU, each in one pass over memory.
-
-`hide` and `compact` have the arguments and results of those in `eager`; the passes themselves work on one unit.
-"""
+"""`compact` compiled for the CPU: the same arguments and results as `kernels/torch/compact.py`, in one pass."""
 
 from __future__ import annotations
 
@@ -12,130 +9,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..torch.scan import NEVER, Vanished
-from .scan import FAST, spread, units
+from ...core.slots import NEVER
+from .scan import FAST_MATH
+from .threads import parallel_for, units_of
 
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
 _NEVER = np.int64(NEVER)
 _WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # rows move as words: NumPy has no bfloat16
 
 
-def hide(weights: Tensor, births: Tensor, expiry: Tensor, steps: Tensor, sinks: Tensor | None) -> Tensor:
-    """See `eager.hide`. A row of padding has no weights and a mass of 1."""
-    mass = weights.new_empty(*weights.shape[:3], 1)
-    if sinks is not None:
-        mass.copy_(sinks.detach().to(mass.dtype).exp().view(-1, 1, 1).expand_as(mass))
-    failed = np.zeros(births.shape[:2], np.bool_)
-    arrays = (tensor.numpy() for tensor in (weights, mass, births, expiry, steps))
-    spread(hide_unit, units(births), weights.numel(), *arrays, failed, sinks is not None)
-    if failed.any():
-        raise Vanished("a row's exponentials overflowed or vanished")
-    return mass
-
-
 def compact(
-    births: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
+    positions: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
 ) -> None:
-    """See `eager.compact`."""
-    words = [row.view(_WORD[row.itemsize]).numpy() for row in rows]
-    moved = (used - end) * rows[0].shape[:2].numel() * (rows[0].shape[3] + rows[1].shape[3])
-    scored = np.empty((1, 1, 1), np.float32) if scores is None else scores.numpy()
-    spread(
-        compact_unit,
-        units(births),
-        moved,
-        births.numpy(),
-        scored,
-        expiry.numpy(),
-        *words,
-        used,
-        end,
-        scores is not None,
+    """See `kernels/torch/compact.py`."""
+    moves = np.empty((*positions.shape[:2], max(used - end, 0), 2), np.int64)
+    counts = np.empty(positions.shape[:2], np.int64)
+    units, score = units_of(positions), np.empty((1, 1, 1), np.float32) if scores is None else scores.numpy()
+    parallel_for(
+        plan_unit, units, 0, positions.numpy(), score, expiry.numpy(), used, end, scores is not None, moves, counts
     )
+    for row in rows:
+        words = row.view(_WORD[row.itemsize]).numpy()
+        parallel_for(move_unit, units, (used - end) * row[0, :, 0].numel() * len(row), words, moves, counts)
 
 
 @_jit
-def open_unit(  # type: ignore[no-untyped-def]
-    b,
-    u,
-    births,
-    scores,
-    expiry,
-    keys,
-    values,
-    queries,
-    query,
-    key,
-    value,
-    steps,
-    start,
-    used,
-    scale,
-    first,
-    last,
-    window,
-):
-    """One unit's share of the tokens from `start` on: their keys and values go behind the `used` columns, their scaled
-    queries into a place of their own. Expiry is set as for a policy that decides by age; a scan sets it anew."""
-    rows, stored, heads = queries.shape[2], keys.shape[1] // births.shape[1], queries.shape[1] // births.shape[1]
-    for c in range(rows):
-        for h in range(u * stored, (u + 1) * stored):
-            keys[b, h, used + c] = key[b, start + c, h]
-            values[b, h, used + c] = value[b, start + c, h]
-        for h in range(u * heads, (u + 1) * heads):
-            for d in range(queries.shape[3]):
-                queries[b, h, c, d] = query[b, start + c, h, d] * scale
-        births[b, u, used + c] = steps[b, start + c]
-        scores[b, u, used + c] = 0
-    latest = steps[b, start : start + rows].max()
-    for n in range(used + rows):
-        birth = births[b, u, n]
-        end = _NEVER if birth < first or last == _NEVER else birth + last
-        end = end if window == _NEVER else min(end, birth + window - 1)
-        expiry[b, u, n] = -1 if birth < 0 else end if end <= latest else _NEVER
-
-
-@_jit
-def hide_unit(b, u, weights, mass, births, expiry, steps, failed, sinking):  # type: ignore[no-untyped-def]
-    """One unit's rows."""
-    heads, columns, rows = weights.shape[1] // births.shape[1], weights.shape[3], steps.shape[1]
-    alive = np.empty(columns, weights.dtype)
-    born, last = births[b, u], expiry[b, u]
-    for c in range(rows):
-        now = steps[b, c]
-        for n in range(columns):
-            alive[n] = 1 if (born[n] >= 0) & (born[n] <= now) & (now <= last[n]) else 0
-        for h in range(u * heads, (u + 1) * heads):
-            left = mass[b, h, c, 0] if sinking else weights.dtype.type(0)
-            row = weights[b, h, c]
-            for n in range(columns):
-                row[n] *= alive[n]
-                left += row[n]
-            if now < 0:
-                left = weights.dtype.type(1)
-            if not 1e-30 < left < 1e37:
-                failed[b, u] = True
-                return
-            mass[b, h, c, 0] = left
-
-
-@_jit
-def compact_unit(b, u, births, scores, expiry, keys, values, used, end, scored):  # type: ignore[no-untyped-def]
-    """One unit's columns, and the rows of the heads it decides for."""
-    heads = keys.shape[1] // births.shape[1]
-    born = births[b, u]
+def plan_unit(b, u, positions, scores, expiry, used, end, has_scores, moves, counts):  # type: ignore[no-untyped-def]
+    """One unit: evicted columns become empty; survivors past `end` are matched with empty places before it."""
+    position = positions[b, u]
     for n in range(used):
         if expiry[b, u, n] != _NEVER:
-            born[n] = -1
-    free = 0
+            position[n] = -1
+    free, count = 0, 0
     for n in range(end, used if end > 0 else 0):
-        if born[n] < 0:
+        if position[n] < 0:
             continue
-        while born[free] >= 0:
+        while free < end and position[free] >= 0:
             free += 1
-        born[free] = born[n]
-        if scored:
+        if free == end:  # more survivors than room: logits that are no numbers; nothing is written past the slots
+            break
+        position[free] = position[n]
+        if has_scores:
             scores[b, u, free] = scores[b, u, n]
-        for h in range(u * heads, (u + 1) * heads):
-            keys[b, h, free] = keys[b, h, n]
-            values[b, h, free] = values[b, h, n]
+        moves[b, u, count, 0], moves[b, u, count, 1] = n, free
+        count += 1
+    counts[b, u] = count
+
+
+@_jit
+def move_unit(b, u, rows, moves, counts):  # type: ignore[no-untyped-def]
+    """Rows of the heads that a unit decides for, from and to the columns of its plan."""
+    heads = rows.shape[1] // counts.shape[1]
+    for h in range(u * heads, (u + 1) * heads):
+        for m in range(counts[b, u]):
+            rows[b, h, moves[b, u, m, 1]] = rows[b, h, moves[b, u, m, 0]]

@@ -1,16 +1,11 @@
-"""`scan` compiled for the CPU: the same arguments and results as `eager.scan`.
+"""`scan` compiled for the CPU: the same arguments and results as `kernels/torch/scan.py`.
 
 PyTorch takes all exponentials of a chunk at once, on all cores. What is left is sequential in the rows: sums over the
-columns still alive, the head mean, the victim. Numba compiles that to loops over columns that vectorise; it releases
-the GIL, and the units of a batch are spread over as many threads as PyTorch uses.
+visible columns, the mean over heads, the victim. Numba compiles that to loops over columns that vectorise.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import numba
@@ -18,109 +13,78 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.buffers import scratch
+from ...core.attention import LARGEST_SUM, SMALLEST_SUM, Attention, OutOfRange
+from ...core.buffers import buffer
+from ...core.slots import NEVER, Columns
 from ...policy import Policy
-from ..torch.scan import NEVER, Scanned, Vanished
+from ..torch.scan import Scan
+from .threads import parallel_for, units_of
 
 _NEVER = np.int64(NEVER)
-_GONE = np.int32(2**31 - 1)  # the age of a column that is empty or has left, and that no limit reaches
-FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
-WORTH = 1 << 20  # about 0.7 ms of one core
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+_GONE = np.int32(2**31 - 1)  # the age of a column that is empty or has left: past every limit
+FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
 
 
 def scan(
     logits: Tensor,
-    births: Tensor,
+    columns: Columns,
     steps: Tensor,
-    scores: Tensor | None,
     policy: Policy,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    attention: Attention,
     exponentials: bool = False,
-) -> Scanned:
-    """See `eager.scan`. The weights are in scratch memory: gone with the next call.
+) -> Scan:
+    """See `kernels/torch/scan.py`. The weights are in a buffer: gone with the next call.
 
-    From logits, a row's maximum is taken from it first, and a row whose visible mass vanishes even so is done again.
-    Where `logits` holds exponentials already they are used in place: some passes over memory less, right for logits
-    up to about 80, and `Vanished` is raised for others.
+    From logits, each row's maximum is subtracted first, and a row whose visible sum vanishes even so is done again.
+    Exponentials are used in place: fewer passes over memory, right for logits up to about 80, `OutOfRange` for others.
     """
-    scores = logits.new_zeros(births.shape) if scores is None else scores.clone()
-    expiry = torch.empty_like(births, memory_format=torch.contiguous_format)
-    sunk = logits.new_zeros(1, 1, 1) if sinks is None else sinks.detach().to(logits.dtype).view(-1, 1, 1)
-    mass = logits.new_empty(*logits.shape[:3], 1)  # holds the sinks' share already, if there are sinks
+    positions, sinks = columns.positions, attention.sinks
+    scores = logits.new_zeros(positions.shape) if columns.scores is None else columns.scores.clone()
+    expiry = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    sink = logits.new_zeros(1, 1, 1) if sinks is None else sinks.detach().to(logits.dtype).view(-1, 1, 1)
+    total = logits.new_empty(*logits.shape[:3], 1)  # begins with the sinks' share, if there are sinks
     if not exponentials:
         top = logits.amax(-1, keepdim=True)
-        top = top if sinks is None else torch.maximum(top, sunk)
-        weights = scratch("weights", tuple(logits.shape), logits.dtype, logits.device)
+        top = top if sinks is None else torch.maximum(top, sink)
+        weights = buffer("weights", tuple(logits.shape), logits.dtype, logits.device)
         torch.sub(logits, top, out=weights).exp_()
-        torch.sub(sunk, top, out=mass).exp_()
+        torch.sub(sink, top, out=total).exp_()
     else:
         weights = logits
         if sinks is not None:
-            mass.copy_(sunk.exp())
-    bits = scores.view(torch.int32 if scores.itemsize == 4 else torch.int64)
-    failed = np.zeros(births.shape[:2], np.bool_)
-    tensors = (logits, weights, mass, births.contiguous(), steps.contiguous(), scores, bits, expiry)
+            total.copy_(sink.exp())
+    failed = np.zeros(positions.shape[:2], np.bool_)
+    tensors = (logits, weights, total, positions.contiguous(), steps.contiguous(), scores, _bits(scores), expiry)
     arguments = (
         *(tensor.numpy() for tensor in tensors),
         failed,
-        sunk.numpy(),
+        sink.numpy(),
+        gains_array(columns.gains, logits.dtype),
         sinks is not None,
         not exponentials,
-        policy.first,
-        policy.last,
-        NEVER if policy.capacity is None else policy.capacity,
-        NEVER if window is None else window,
-        np.float32(policy.momentum) if weights.itemsize == 4 else np.float64(policy.momentum),
+        *limits_of(policy, attention, weights.numpy().dtype.type),
     )
-    spread(scan_unit, units(births), weights.numel(), *arguments)
+    parallel_for(scan_unit, units_of(positions), weights.numel(), *arguments)
     if failed.any():
-        raise Vanished("a row's exponentials overflowed or vanished")
-    return Scanned(weights, mass, expiry, scores)
+        raise OutOfRange("a row's exponentials overflowed or vanished")
+    return Scan(weights, total, expiry, scores)
 
 
-def units(births: Tensor) -> list[tuple[int, int]]:
-    """Every (row, unit) of births [B, U, N]: the parts that compiled passes go through."""
-    return [(row, unit) for row in range(births.shape[0]) for unit in range(births.shape[1])]
+def _bits(scores: Tensor) -> Tensor:
+    return scores.view(torch.int32 if scores.itemsize == 4 else torch.int64)
 
 
-def spread(work: Any, parts: list[tuple[int, int]], elements: int, *arguments: Any) -> None:
-    """work(*part, *arguments) for every part; `work` releases the GIL.
-
-    On as many threads as PyTorch uses, this one among them, if there are enough `elements` to be worth waking others.
-    """
-    threads = min(torch.get_num_threads(), len(parts)) if elements >= WORTH else 1
-    left = iter(parts)  # the GIL makes next() safe: each part is taken once
-
-    def drain() -> None:
-        for part in left:
-            work(*part, *arguments)
-
-    others = [_pool(threads - 1).submit(drain) for _ in range(threads - 1)]
-    drain()
-    for other in others:
-        other.result()
+def gains_array(gains: Tensor | None, dtype: torch.dtype) -> np.ndarray | None:
+    """gains [B, G, N] as the kernel takes them; None compiles a kernel without gains."""
+    return None if gains is None else gains.to(dtype).contiguous().numpy()
 
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="msrnn-scan", initializer=_unbind)
-
-
-def _unbind() -> None:
-    """Let this thread run wherever one of this process may.
-
-    A thread inherits the cores of the one that made it, and where OpenMP binds PyTorch's threads (as vLLM has it) that
-    is one core: all of the pool would share it with their maker.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has ended
-            cores |= os.sched_getaffinity(int(task))
-    os.sched_setaffinity(0, cores)
+def limits_of(policy: Policy, attention: Attention, number: Any) -> tuple[Any, ...]:
+    """first, last, capacity, window and momentum as `scan_unit` takes them."""
+    capacity = NEVER if policy.capacity is None else policy.capacity
+    window = NEVER if attention.window is None else attention.window
+    return policy.first, policy.last, capacity, window, number(policy.momentum)
 
 
 @_jit
@@ -129,66 +93,75 @@ def scan_unit(  # type: ignore[no-untyped-def]
     u,
     logits,
     weights,
-    mass,
-    births,
+    totals,
+    positions,
     steps,
     scores,
     bits,
     expiry,
     failed,
     sinks,
-    sinking,
-    careful,
+    gains,
+    has_sinks,
+    has_logits,
     first,
     last,
     capacity,
     window,
     momentum,
 ):
-    """One unit's chunk. `age` counts from the chunk's first step: a column is visible from its age on, until GONE."""
-    heads, rows, columns = logits.shape[1] // births.shape[1], logits.shape[2], logits.shape[3]
+    """One unit's chunk. `age` is a position relative to the chunk's first step, GONE once the column has left."""
+    heads, rows, columns = logits.shape[1] // positions.shape[1], logits.shape[2], logits.shape[3]
     start = _first_step(steps[b])
     age = np.empty(columns, np.int32)
     free = np.empty(columns, np.int32)  # the age again, but GONE for columns that may never be chosen
     newcomer = np.full(rows, -1, np.int64)  # the column that a row brings
     alive = np.zeros(columns, weights.dtype)
-    total = np.empty(columns, weights.dtype)
-    birth, score, end = births[b, u], scores[b, u], expiry[b, u]
-    held, reach = 0, 0  # columns from `reach` on are yet to come
+    mean = np.empty(columns, weights.dtype)
+    position, score, end = positions[b, u], scores[b, u], expiry[b, u]
+    held, reach = 0, 0  # columns from `reach` on come later
     for n in range(columns):
-        end[n] = _NEVER if birth[n] >= 0 else -1
-        age[n] = birth[n] - start if birth[n] >= 0 else _GONE
+        end[n] = _NEVER if position[n] >= 0 else -1
+        age[n] = position[n] - start if position[n] >= 0 else _GONE
         if 0 <= age[n] < rows:
             newcomer[age[n]] = n
-        elif birth[n] >= 0 and start - birth[n] >= window:
+        elif position[n] >= 0 and start - position[n] >= window:
             age[n] = _GONE
-            end[n] = birth[n] + window - 1
+            end[n] = position[n] + window - 1
         elif age[n] < 0:
             alive[n] = 1
             held += 1
             reach = n + 1
-        free[n] = age[n] if birth[n] >= first else _GONE
+        free[n] = age[n] if position[n] >= first else _GONE
     for c in range(rows):
         now = steps[b, c] - start
         if steps[b, c] < 0:
             for h in range(u * heads, (u + 1) * heads):
                 weights[b, h, c, :] = 0
-                mass[b, h, c] = 1
+                totals[b, h, c] = 1
             continue
+        if newcomer[now] < 0:  # positions that do not belong to these steps: nothing may be written by them
+            failed[b, u] = True
+            return
         alive[newcomer[now]] = 1
         held += 1
         reach = max(reach, newcomer[now] + 1)
-        total[:] = 0
+        mean[:] = 0
         for h in range(u * heads, (u + 1) * heads):
+            row = weights[b, h, c, :reach]
             weights[b, h, c, reach:] = 0
-            if not _normalise(weights[b, h, c, :reach], mass[b, h, c], alive, total, sinking):
-                if not careful:
+            if not _normalise(row, totals[b, h, c], alive, has_sinks):
+                if not has_logits:
                     failed[b, u] = True
                     return
                 sink = sinks[h % len(sinks), 0, 0]
-                _again(weights[b, h, c, :reach], mass[b, h, c], logits[b, h, c], alive, total, sinking, sink)
+                _normalise_again(row, totals[b, h, c], logits[b, h, c], alive, has_sinks, sink)
+            if gains is None:
+                _add(mean, row, totals[b, h, c, 0])
+            else:
+                _add_with_gains(mean, row, totals[b, h, c, 0], gains[b, h * gains.shape[1] // logits.shape[1]])
         for n in range(columns):
-            score[n] = momentum * score[n] + total[n] / heads
+            score[n] = momentum * score[n] + mean[n] / heads
         if window != _NEVER and steps[b, c] - window + 1 >= 0:
             held -= _leave(age, free, alive, end, now - window + 1, steps[b, c])
         if held > capacity:
@@ -204,38 +177,45 @@ def _first_step(steps):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _normalise(row, mass, alive, total, sinking):  # type: ignore[no-untyped-def]
-    """Hide what is not alive, find the row's mass (a sink's share is in it already), add the weights to `total`.
+def _normalise(row, total, alive, has_sinks):  # type: ignore[no-untyped-def]
+    """Zero what is not alive and sum the rest; `total` may hold a sink's share already.
 
-    False, and nothing added, if the mass is no number to divide by.
+    False if the sum is out of the range that can be divided by.
     """
-    left = mass[0] if sinking else row.dtype.type(0)
+    left = total[0] if has_sinks else row.dtype.type(0)
     for n in range(len(row)):
         row[n] *= alive[n]
         left += row[n]
-    if not 1e-30 < left < 1e37:
-        return False
-    scale = 1 / left
-    for n in range(len(row)):
-        total[n] += row[n] * scale
-    mass[0] = left
-    return True
+    total[0] = left
+    return SMALLEST_SUM < left < LARGEST_SUM
 
 
 @_jit
-def _again(row, mass, logits, alive, total, sinking, sink):  # type: ignore[no-untyped-def]
-    """A hidden column held the maximum: start again from the visible ones."""
-    top = sink if sinking else -np.inf
+def _normalise_again(row, total, logits, alive, has_sinks, sink):  # type: ignore[no-untyped-def]
+    """An evicted column held the maximum: start again from the visible ones."""
+    top = sink if has_sinks else -np.inf
     for n in range(len(row)):
         if alive[n] > 0:
             top = max(top, logits[n])
-    left = np.exp(sink - top) if sinking else 0.0
+    left = np.exp(sink - top) if has_sinks else 0.0
     for n in range(len(row)):
         row[n] = np.exp(logits[n] - top) if alive[n] > 0 else 0
         left += row[n]
+    total[0] = left
+
+
+@_jit
+def _add(mean, row, total):  # type: ignore[no-untyped-def]
+    scale = 1 / total
     for n in range(len(row)):
-        total[n] += row[n] / left
-    mass[0] = left
+        mean[n] += row[n] * scale
+
+
+@_jit
+def _add_with_gains(mean, row, total, gain):  # type: ignore[no-untyped-def]
+    scale = 1 / total
+    for n in range(len(row)):
+        mean[n] += row[n] * scale * gain[n]
 
 
 @_jit

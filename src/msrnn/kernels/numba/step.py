@@ -1,104 +1,81 @@
-"""`step` compiled for the CPU: the same arguments and results as `eager_step.step`, in place, without a copy.
+"""`step` compiled for the CPU: the same arguments and results as `kernels/torch/step.py`, in place, without a copy.
 
-Each held key and value is read once, by the task of its stored head: all query heads that share it attend together.
-Whoever ends the last task of a unit takes the mean over its heads and chooses who leaves, while the weights are still
-in the cache. Tasks are handed out by a counter that all threads share.
+A task is one stored head of one row: it reads each held key and value once, for all query heads that share it. The
+thread that finishes the last task of a unit takes the mean over its heads and chooses the victim, while the weights are
+still in the cache. Threads take tasks from a shared counter.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import numba
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, types
-from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from ...core.attention import Attention
-from ...core.buffers import scratch
+from ...core.buffers import buffer
+from ...core.slots import NEVER, Slots
 from ...policy import Policy
-from ..torch import step as eager_step
-from ..torch.scan import NEVER
-from . import openmp as team
-from .scan import FAST
-
-_LOG2E = 1.4426950408889634
-_LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
-
-# What a thread is told: numbers, and of every tensor its address and how many bytes lie between rows and between heads.
-_STRIDED = ("query", "key", "value", "output", "keys", "values", "positions", "scores", "slot")
-_PLAIN = ("seen", "rows", "sinks", "weights", "ended")
-_SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width")
-_RULES = ("first", "last", "capacity", "window", "remembers", "indexed", "sinking")
-_WORK = np.dtype(
-    [(name, np.int64) for name in ("next", *_SIZES, *_RULES, *_PLAIN)]
-    + [(name + end, np.int64) for name in _STRIDED for end in ("", "_b", "_h")]
-    + [(name, np.float64) for name in ("scale", "softcap", "momentum")]
-)
-_Work: Any = numba.from_dtype(_WORK)
-
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-_exact: Any = numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
-_ordered: Any = numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz"}, error_model="numpy")
+from ..torch import step as torch_step
+from . import openmp
+from .step_kernel import KERNELS, STRIDED, WORK, compiled
 
 
 def step(
+    slots: Slots,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    slot: Tensor,
-    seen: Tensor,
     policy: Policy,
     attention: Attention,
-    rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `eager_step.step`. Float16 is left to it: there are no instructions for it here."""
-    if keys.dtype not in _THREAD:
-        state = (keys, values, positions, scores, slot, seen)
-        return eager_step.step(query, key, value, *state, policy, attention, rows, out)
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    (batch, heads, size), (units, slots), width = query.shape, positions.shape[1:], values.shape[3]
-    output = query.new_empty(batch, heads, width) if out is None else out
-    made = output if output.dtype == wide else scratch("step output", tuple(output.shape), wide, query.device)
-    query, key, value = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value))
-    memory = positions if scores is None else scores
-    strided = (query, key, value, made, keys, values, positions, memory, slot)
-    _check(dict(zip(_STRIDED, strided, strict=True)))
-    sinks = None if attention.sinks is None else attention.sinks.detach().to(wide).contiguous()
+    """See `kernels/torch/step.py`. Float16 is left to it: CPUs here have no instructions for it."""
+    if slots.keys.dtype not in KERNELS:
+        output = torch_step.step(slots, query, key, value, policy, attention)
+        return output if out is None else out.copy_(output)
+    dtype = torch.promote_types(slots.keys.dtype, torch.float32)
+    output = query.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
+    result = output if output.dtype == dtype else buffer("step output", tuple(output.shape), dtype, query.device)
+    new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    work, alive = _work(slots, *new, result, policy, attention)
+    openmp.run(compiled(slots.keys.dtype), work.ctypes.data, len(query) * slots.keys.shape[1])
+    del alive  # tensors that the work points to
+    return output if output is result else output.copy_(result)
+
+
+def _work(
+    slots: Slots, query: Tensor, key: Tensor, value: Tensor, output: Tensor, policy: Policy, attention: Attention
+) -> tuple[np.ndarray, tuple[Tensor, ...]]:
+    """What the threads are told, and the tensors made for it, which must outlive the call."""
+    (batch, heads, size), (units, count), dtype = query.shape, slots.positions.shape[1:], output.dtype
+    unused = slots.positions  # stands in for tensors that there are none of
+    scores, gains = (unused if tensor is None else tensor for tensor in (slots.scores, slots.gains))
+    strided = (query, key, value, output, slots.keys, slots.values, slots.positions, scores, gains, slots.next)
+    _check(dict(zip(STRIDED, strided, strict=True)))
+    seen, sinks = slots.seen.contiguous(), attention.sinks
     plain = (
-        seen.contiguous(),
-        seen if rows is None else rows.contiguous(),
-        seen if sinks is None else sinks,
-        scratch("step weights", (batch, heads, slots), wide, query.device),
+        seen,
+        seen if slots.rows is None else slots.rows.contiguous(),
+        seen if sinks is None else sinks.detach().to(dtype).contiguous(),
+        buffer("step weights", (batch, heads, count), dtype, query.device),
         torch.zeros(batch, units, dtype=torch.int64),
     )
     capacity = NEVER if policy.capacity is None else policy.capacity
+    flags = (slots.scores is not None, slots.gains is not None, slots.rows is not None, sinks is not None)
     work = np.array(
         (
-            *(0, batch, heads, keys.shape[1], units, slots, size, width),
-            *(policy.first, policy.last, capacity, attention.window or 0),
-            *(scores is not None, rows is not None, sinks is not None),
+            *(0, batch, heads, slots.keys.shape[1], units, count, size, value.shape[2], len(slots.keys)),
+            *(policy.first, policy.last, capacity, attention.window or 0, *flags),
             *(tensor.data_ptr() for tensor in plain),
-            *(number for tensor in strided for number in _where(tensor)),
+            *(number for tensor in strided for number in _strides(tensor)),
             *(attention.scale, attention.softcap or 0.0, policy.momentum),
         ),
-        _WORK,
+        WORK,
     )
-    team.run(_compiled(keys.dtype), work.ctypes.data, batch * keys.shape[1])
-    return output if output is made else output.copy_(made)
+    return work, plain
 
 
-def _where(tensor: Tensor) -> tuple[int, int, int]:
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
     """A tensor's address, and the bytes from row to row and from head to head."""
     stride, size = tensor.stride(), tensor.itemsize
     return tensor.data_ptr(), stride[0] * size, stride[1] * size
@@ -111,291 +88,3 @@ def _check(tensors: dict[str, Tensor]) -> None:
         dense = inner == (tensor.shape[3], 1) if tensor.dim() == 4 else inner == (1,)
         if not dense:
             raise ValueError(f"{name} has the strides {tensor.stride()}: what belongs to a head must lie together")
-
-
-@intrinsic
-def _pointer(typing_context, address, kind):
-    """The address of numbers of a kind."""
-
-    def convert(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(kind.dtype)(types.int64, kind), convert
-
-
-@intrinsic
-def _count(typing_context, address):
-    """Add 1 to a whole number that threads share; what it was before."""
-
-    def add(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "acq_rel")
-
-    return types.int64(types.int64), add
-
-
-def _wide(rows):
-    """Rows as numbers to compute with: bfloat16, which NumPy does not know, is the upper half of a float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_wide)
-def _choose_wide(rows):
-    if rows.dtype != types.uint16:
-        return lambda rows: rows
-
-    def widen(rows):
-        bits = np.empty(rows.shape, np.int32)
-        for n in range(rows.shape[0]):
-            for d in range(rows.shape[1]):
-                bits[n, d] = np.int32(rows[n, d]) << np.int32(16)
-        return bits.view(np.float32)
-
-    return widen
-
-
-@_jit
-def _list(address, count, kind):
-    return carray(_pointer(address, kind), (count,))
-
-
-@_jit
-def _table(address, rows, columns, kind):
-    return carray(_pointer(address, kind), (rows, columns))
-
-
-@_jit
-def _task(w, b, e, number, word):
-    """One stored head of one row: the newcomer is written, and all that is held attended to."""
-    home = _list(w.rows, w.batch, np.int64)[b] if w.indexed else b
-    now = _list(w.seen, w.batch, np.int64)[b]
-    share, group = w.stored // w.units, w.heads // w.stored
-    u = e // share
-    spot = _list(w.slot + home * w.slot_b + u * w.slot_h, 1, np.int64)
-    outputs = w.output + b * w.output_b + e * group * w.output_h
-    for g in range(group):
-        _list(outputs + g * w.output_h, w.width, number)[:] = 0
-    if now < 0 or spot[0] < 0:
-        return
-    positions = _list(w.positions + home * w.positions_b + u * w.positions_h, w.slots, np.int64)
-    used = _reach(positions, spot[0])
-    positions = positions[:used]
-    keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, word)
-    values = _table(w.values + home * w.values_b + e * w.values_h, used, w.width, word)
-    keys[spot[0]] = _list(w.key + b * w.key_b + e * w.key_h, w.size, word)
-    values[spot[0]] = _list(w.value + b * w.value_b + e * w.value_h, w.width, word)
-    heads = _table(w.weights, w.batch * w.heads, w.slots, number)[b * w.heads : (b + 1) * w.heads, :used]
-    weights = heads[e * group : (e + 1) * group]
-    queries, mixed = np.empty((group, w.size), number), np.zeros((group, w.width), number)
-    for g in range(group):
-        queries[g] = _wide(_table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word))[0]
-    _logits(queries, _wide(keys), weights, number(w.scale), number(w.softcap))
-    for g in range(group):
-        sink = _list(w.sinks, w.heads, number)[e * group + g] if w.sinking else number(0)
-        _softmax(weights[g], positions, spot[0], now - w.window if w.window else -1, w.sinking, sink)
-    _mix(weights, _wide(values), mixed)
-    for g in range(group):
-        _list(outputs + g * w.output_h, w.width, number)[:] = mixed[g]
-    if _count(w.ended + 8 * (b * w.units + u)) == share - 1:
-        scores = _list(w.scores + home * w.scores_b + u * w.scores_h, used, number)
-        deciding = heads[u * share * group : (u + 1) * share * group]
-        _decide(w, deciding, positions, scores, spot, now)
-
-
-@_jit
-def _reach(positions, spot):
-    """From here on all slots are empty: they need not be looked at, and what they hold may be anything."""
-    last = len(positions) - 1
-    while last > spot and positions[last] < 0:
-        last -= 1
-    return last + 1
-
-
-@_jit
-def _logits(queries, keys, logits, scale, softcap):
-    """In powers of 2. Four keys at a time for all queries, so that each is loaded from far away once."""
-    kind, count = logits.dtype.type, len(keys)
-    for n in range(0, count - 3, 4):
-        for g in range(len(queries)):
-            a, b, c, d = kind(0), kind(0), kind(0), kind(0)
-            for i in range(queries.shape[1]):
-                a += queries[g, i] * keys[n, i]
-                b += queries[g, i] * keys[n + 1, i]
-                c += queries[g, i] * keys[n + 2, i]
-                d += queries[g, i] * keys[n + 3, i]
-            logits[g, n], logits[g, n + 1], logits[g, n + 2], logits[g, n + 3] = a, b, c, d
-    for n in range(count - count % 4, count):
-        for g in range(len(queries)):
-            a = kind(0)
-            for i in range(queries.shape[1]):
-                a += queries[g, i] * keys[n, i]
-            logits[g, n] = a
-    for g in range(len(queries)):
-        for n in range(count):
-            logits[g, n] *= scale
-            if softcap > 0:
-                logits[g, n] = np.tanh(logits[g, n] / softcap) * softcap
-            logits[g, n] *= kind(_LOG2E)
-
-
-@_jit
-def _softmax(row, positions, spot, horizon, sinking, sink):
-    """A row of logits becomes weights, 0 where a slot is empty or not past the `horizon`."""
-    alive = np.empty(len(row), row.dtype)
-    for n in range(len(row)):
-        alive[n] = 1 if (positions[n] > horizon and positions[n] >= 0) or n == spot else 0
-    top = _highest(row, alive)
-    left = row.dtype.type(0)
-    if sinking:
-        sink *= row.dtype.type(_LOG2E)
-        top = max(top, sink)
-        left = row.dtype.type(2.0 ** (sink - top))
-    _powers(row, top)
-    for n in range(len(row)):
-        row[n] *= alive[n]
-        left += row[n]
-    for n in range(len(row)):
-        row[n] /= left
-
-
-@_ordered
-def _highest(row, alive):
-    """The maximum of what is alive."""
-    top = row.dtype.type(-np.inf)
-    for n in range(len(row)):
-        it = row[n] if alive[n] > 0 else row.dtype.type(-np.inf)
-        top = it if it > top else top
-    return top
-
-
-def _powers(row, top):
-    """2 to the power of what a row is below `top`; 1 for what is above it. No number stays no number."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_powers)
-def _choose_powers(row, top):
-    return _powers_one_by_one if row.dtype == types.float64 else _powers_together
-
-
-def _powers_one_by_one(row, top):
-    for n in range(len(row)):
-        row[n] = 2.0 ** min(row[n] - top, 0.0)
-
-
-def _powers_together(row, top):
-    _float32_powers(row, top)
-
-
-@_exact
-def _float32_powers(row, top):
-    """The whole part goes into a float's exponent, the rest is ln(2)^n / n! up to n = 7: right to a bit or so."""
-    bits = np.empty(len(row), np.int32)
-    wholes = bits.view(np.float32)
-    for n in range(len(row)):
-        x = row[n] - top
-        x = _LOWEST if x < _LOWEST else x
-        x = np.float32(0) if x > np.float32(0) else x
-        whole = np.floor(x + np.float32(0.5))
-        bits[n] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        x -= whole
-        power = np.float32(1.5252733804059841e-05) * x + np.float32(0.00015403530393381608)
-        power = power * x + np.float32(0.0013333558146428443)
-        power = power * x + np.float32(0.009618129107628477)
-        power = power * x + np.float32(0.05550410866482158)
-        power = power * x + np.float32(0.2402265069591007)
-        power = power * x + np.float32(0.6931471805599453)
-        row[n] = power * x + np.float32(1)
-    for n in range(len(row)):
-        row[n] *= wholes[n]
-
-
-@_jit
-def _mix(weights, values, output):
-    """Four values at a time for all heads, so that the output is loaded and stored once for all."""
-    count = len(values)
-    for n in range(0, count - 3, 4):
-        for g in range(len(output)):
-            a, b, c, d = weights[g, n], weights[g, n + 1], weights[g, n + 2], weights[g, n + 3]
-            for i in range(output.shape[1]):
-                output[g, i] += a * values[n, i] + b * values[n + 1, i] + c * values[n + 2, i] + d * values[n + 3, i]
-    for n in range(count - count % 4, count):
-        for g in range(len(output)):
-            for i in range(output.shape[1]):
-                output[g, i] += weights[g, n] * values[n, i]
-
-
-@_jit
-def _decide(w, weights, positions, scores, spot, now):
-    """All heads of a unit have attended: scores, who leaves, and the slot for the next token."""
-    mean = np.zeros(len(positions), weights.dtype)
-    for h in range(len(weights)):
-        for n in range(len(mean)):
-            mean[n] += weights[h, n]
-    for n in range(len(mean)):
-        mean[n] /= len(weights)
-    positions[spot[0]] = now
-    if w.remembers:
-        scores[spot[0]] = 0
-        for n in range(len(mean)):
-            scores[n] = weights.dtype.type(w.momentum) * scores[n] + mean[n]
-            mean[n] = scores[n]
-    held = 0
-    for n in range(len(positions)):
-        if w.window and positions[n] <= now - w.window + 1:
-            positions[n] = -1
-        held += positions[n] >= 0
-    if held > w.capacity:
-        positions[_victim(mean, positions, w.first, now - w.last)] = -1
-    spot[0] = -1
-    for n in range(len(positions)):
-        if positions[n] < 0:
-            spot[0] = n
-            return
-    if len(positions) < w.slots:
-        spot[0] = len(positions)
-
-
-@_jit
-def _victim(scores, positions, first, newest):
-    """The free slot with the lowest score, the older of equals."""
-    victim = -1
-    for n in range(len(scores)):
-        if positions[n] < first or positions[n] < 0 or positions[n] > newest:
-            continue
-        lower = victim < 0 or scores[n] < scores[victim]
-        if lower or (scores[n] == scores[victim] and positions[n] < positions[victim]):
-            victim = n
-    return victim
-
-
-@_jit
-def _drain(data, number, word):
-    """Tasks one after the other, until the counter says that all are taken."""
-    w = carray(data, 1)[0]
-    task = _count(carray(data, 1).ctypes.data)
-    while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, number, word)
-        task = _count(carray(data, 1).ctypes.data)
-
-
-def _float32(data):
-    _drain(data, np.float32, np.float32)
-
-
-def _float64(data):
-    _drain(data, np.float64, np.float64)
-
-
-def _bfloat16(data):
-    _drain(data, np.float32, np.uint16)
-
-
-_THREAD = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
-
-
-@cache
-def _compiled(dtype: torch.dtype) -> Any:
-    """What every thread runs, for states of a dtype; compiled when it is first wanted, and kept on disk."""
-    how = numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
-    return how(_THREAD[dtype])

@@ -2,84 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...core.attention import Attention
+from ...core.slots import NEVER, Columns, Slots, gain_of, lowest_empty
 from ...policy import Policy
-from .scan import NEVER, scan
+from .scan import scan
+
+_BY_HEAD = ("keys", "values", "gains")
 
 
-def step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    slot: Tensor,
-    seen: Tensor,
-    policy: Policy,
-    attention: Attention,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """query [B, H, D], key [B, E, D], value [B, E, V] -> [B, H, V]; the rest is the state, changed in place.
+def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention) -> Tensor:
+    """query [B, H, D], key [B, G, D], value [B, G, V] -> [B, H, V]; the slots change in place, but for `seen`.
 
-    keys [B, E, S, D], values [B, E, S, V], positions [B, U, S] (-1: empty), scores [B, U, S] or None (no memory is
-    needed), slot [B, U], seen [B]. Token `seen` goes into the empty `slot`, is attended to with all that is held, and
-    what leaves is emptied; `slot` becomes the lowest empty one, where the next token goes, or -1 if there is none.
-    A row whose `seen` or `slot` is -1 is inactive: nothing of it changes and its output is 0. Numbers in empty slots
-    must be finite. `seen` stays as it is. With `rows` [B], states lie anywhere among more of them: that of batch row i
-    is number rows[i] of `keys`, `values`, `positions`, `scores` and `slot`. The output goes to `out` if it is given.
+    Token `seen` goes into the empty slot `next` and is attended to with all that is held. What leaves is emptied, and
+    `next` becomes the lowest empty slot, or -1 if there is none. A row whose `seen` or `next` is -1 is idle: nothing of
+    it changes and its output is 0. Numbers in empty slots must be finite.
     """
-    if rows is not None:
-        made = _elsewhere((query, key, value), (keys, values, positions, scores, slot), seen, policy, attention, rows)
-        return made if out is None else out.copy_(made)
-    active = (seen >= 0) & (slot >= 0).all(1)
-    at = slot.clamp(min=0)[:, :, None]
-    now = torch.where(active, seen, -1)[:, None]
-    _put(positions[..., None], at, now[:, :, None].expand(*slot.shape, 1), active)
-    _put(keys, at, key, active)
-    _put(values, at, value, active)
-    before = None if scores is None else scores.scatter(2, at, 0)
-    logits = attention.logits(query[:, :, None], keys)
-    scanned = scan(logits, positions, now, before, policy, attention.window, attention.sinks)
+    if slots.rows is not None:
+        return _indexed(slots, slots.rows, query, key, value, policy, attention)
+    active = (slots.seen >= 0) & (slots.next >= 0).all(1)
+    at = slots.next.clamp(min=0)[:, :, None]
+    now = torch.where(active, slots.seen, -1)[:, None]
+    _put(slots.positions[..., None], at, now[:, :, None].expand(*slots.next.shape, 1), active)
+    _put(slots.keys, at, key, active)
+    _put(slots.values, at, value, active)
+    if slots.gains is not None:
+        _put(slots.gains[..., None], at, gain_of(value, slots.gains.dtype)[..., None], active)
+    weights, expiry, scores = _scan(slots, query, at, now, policy, attention)
     here = active[:, None, None]
-    positions.masked_fill_((scanned.expiry != NEVER) & here, -1)
-    if scores is not None:
-        scores.copy_(torch.where(here, scanned.scores, scores))
-    slot.copy_(torch.where(active[:, None], _lowest_empty(positions), slot))
-    grouped = scanned.weights.view(len(keys), keys.shape[1], -1, keys.shape[2])
-    made = (grouped @ values.to(grouped.dtype)).view(*query.shape[:2], -1).to(values.dtype)
-    return made if out is None else out.copy_(made)
+    slots.positions.masked_fill_((expiry != NEVER) & here, -1)
+    if slots.scores is not None:
+        slots.scores.copy_(torch.where(here, scores, slots.scores))
+    slots.next.copy_(torch.where(active[:, None], lowest_empty(slots.positions), slots.next))
+    grouped = weights.reshape(len(key), key.shape[1], -1, slots.keys.shape[2])
+    return (grouped @ slots.values.to(grouped.dtype)).view(*query.shape[:2], -1).to(value.dtype)
 
 
-def _elsewhere(
-    new: tuple[Tensor, Tensor, Tensor],
-    states: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
-    seen: Tensor,
-    policy: Policy,
-    attention: Attention,
-    rows: Tensor,
+def _scan(
+    slots: Slots, query: Tensor, at: Tensor, now: Tensor, policy: Policy, attention: Attention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of this process's heads [B, H, S], expiry and scores [B, U, S] by all heads that decide together."""
+    before = None if slots.scores is None else slots.scores.scatter(2, at, 0)
+    gains = None if slots.gains is None else attention.gather(slots.gains)
+    columns = Columns(slots.keys, slots.values, slots.positions, before, gains)
+    logits = attention.gather(attention.logits(query[:, :, None], slots.keys))
+    result = scan(logits, columns, now, policy, attention)
+    return attention.local(result.weights)[:, :, 0], result.expiry, result.scores
+
+
+def _indexed(
+    slots: Slots, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention
 ) -> Tensor:
-    """A step on copies of the states, which are then put back."""
-    held = [None if tensor is None else tensor.index_select(0, rows) for tensor in states]
-    output = step(*new, *held, seen, policy, attention)  # type: ignore[arg-type, call-arg]
-    for tensor, copy in zip(states, held, strict=True):
-        if tensor is not None and copy is not None:
-            tensor.index_copy_(0, rows, copy)
+    """A step on copies of some rows; what it changed is written back."""
+    names = [name for name in slots.tensors() if name != "seen"]
+    copy = replace(slots, rows=None, **{name: getattr(slots, name).index_select(0, rows) for name in names})
+    place = copy.next.clamp(min=0).repeat_interleave(slots.keys.shape[1] // copy.next.shape[1], 1)  # [B, G]
+    output = step(copy, query, key, value, policy, attention)
+    sequence, head = torch.arange(len(rows), device=rows.device)[:, None], torch.arange(place.shape[1]).to(rows.device)
+    for name in names:
+        whole, part = getattr(slots, name), getattr(copy, name)
+        if name in _BY_HEAD:
+            whole[rows[:, None], head, place] = part[sequence, head, place]
+        else:
+            whole.index_copy_(0, rows, part)
     return output
 
 
 def _put(rows: Tensor, at: Tensor, new: Tensor, active: Tensor) -> None:
-    """rows [B, E, S, D], at [B, U, 1], new [B, E, D]: into the slot of the head's unit, for active rows."""
+    """rows [B, G, S, D], at [B, U, 1], new [B, G, D]: into the slot of the head's unit, for active rows."""
     place = at.repeat_interleave(rows.shape[1] // at.shape[1], 1)[..., None].expand(-1, -1, 1, rows.shape[3])
     rows.scatter_(2, place, torch.where(active[:, None, None, None], new[:, :, None], rows.gather(2, place)))
-
-
-def _lowest_empty(positions: Tensor) -> Tensor:
-    """[B, U]: the first slot that holds nothing, -1 if there is none."""
-    empty = positions < 0
-    return torch.where(empty.any(-1), empty.to(torch.uint8).argmax(-1), -1)

@@ -1,7 +1,6 @@
-"""How many scans run at once on one device: each takes fewer of its processors then, and leaves some for the matmuls.
+"""How many scans run at the same time on one device: each then takes fewer SMs and leaves some for the matmuls.
 
-A scan's programs wait for each other, so all of them hold a processor from its beginning to its end. Nothing but speed
-depends on this.
+A scan's programs wait for each other, so each holds an SM from beginning to end. Only speed depends on this.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_together: ContextVar[int] = ContextVar("scans under way at once", default=1)
+_scans: ContextVar[int] = ContextVar("concurrent scans", default=1)
 
 
 @contextmanager
-def together(scans: int) -> Iterator[None]:
-    """Within, so many scans are launched beside each other."""
-    before = _together.set(scans)
+def concurrent_scans(count: int) -> Iterator[None]:
+    """Inside this context, so many scans are launched on streams beside each other."""
+    before = _scans.set(count)
     try:
         yield
     finally:
-        _together.reset(before)
+        _scans.reset(before)
 
 
-def scans() -> int:
-    return _together.get()
+def scan_count() -> int:
+    return _scans.get()

@@ -16,19 +16,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..torch import scan as eager
+from ...core.slots import NEVER
 
 _jit: Any = triton.jit
-_NEVER = tl.constexpr(eager.NEVER)
-_GONE = tl.constexpr(2**31 - 1)  # instead of its birth, for a column that is empty or has left: past every step
+_NEVER = tl.constexpr(NEVER)
+_GONE = tl.constexpr(2**31 - 1)  # instead of its position, for a column that is empty or has left: past every step
 
 
 @_jit(do_not_specialize=["capacity", "first", "last", "window", "programs"])
 def scan(
-    logits, weights, mass, births, steps, scores, expiry, sinks, rough, notes,
+    logits, weights, totals, positions, steps, scores, expiry, sinks, gains, rough, notes,
     units, heads, rows, columns, capacity, first, last, window, momentum, rest, programs,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, ALL: tl.constexpr, SLACK: tl.constexpr,
-    FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
+    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
     GUESS: tl.constexpr, CLOSE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (unit, place): place 0 decides, the others prepare and settle; alone, it does all in turn."""
@@ -36,10 +36,11 @@ def scan(
     place = tl.program_id(0) % programs
     logits += unit * heads * rows * columns
     weights += unit * heads * rows * columns
-    mass += unit * heads * rows
+    totals += unit * heads * rows
     sinks += unit % units * heads
+    gains += unit * (heads // GROUP) * columns
     steps += unit // units * rows
-    births += unit * columns
+    positions += unit * columns
     scores += unit * columns
     expiry += unit * columns
     rough += unit * 4 * ROWS * columns
@@ -50,8 +51,8 @@ def scan(
     final = tl.max(tl.where(real >= 0, tl.arange(0, ALL), -1), 0)
     n = tl.arange(0, WIDE)
     inside = n < columns
-    birth = tl.load(births + n, mask=inside, other=-1)
-    birth = tl.where(birth < 0, _GONE, birth).to(tl.int32)
+    position = tl.load(positions + n, mask=inside, other=-1)
+    position = tl.where(position < 0, _GONE, position).to(tl.int32)
     score = tl.load(scores + n, mask=inside, other=0.0)
     victim = tl.full([2 * ROWS], -1, tl.int32)  # the columns that leave after the rows of the last block and of this
     helpers = max(programs - 1, 1)
@@ -64,13 +65,13 @@ def scan(
                 _wait(decided, block - 1)
             for row in range(block * ROWS + max(place - 1, 0), min(block * ROWS + ROWS, rows), helpers):
                 _weigh(
-                    logits, weights, mass, births, steps, expiry, sinks, rough, held,
+                    logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
                     row, block > 1, heads, rows, columns, window,
-                    WINDOW, SINKS, FAST, ROWS, WIDE, SOME, GUESS, True,
+                    WINDOW, SINKS, GAINS, GROUP, FAST, ROWS, WIDE, SOME, GUESS, True,
                 )  # fmt: skip
             settled = max(block - 2, 0) * ROWS
             for row in range(settled + max(place - 1, 0), min(max(block - 1, 0) * ROWS, rows), helpers):
-                _settle(weights, mass, victims, row, heads, rows, columns, ROWS, MOST)
+                _settle(weights, totals, victims, row, heads, rows, columns, ROWS, MOST)
             tl.debug_barrier()
             if SHARED:
                 tl.atomic_add(prepared + block % 2, 1, sem="release")
@@ -81,10 +82,10 @@ def scan(
             end = min(start + ROWS, rows)
             if start == 0:
                 tl.store(expiry + n, tl.full([WIDE], _NEVER, tl.int64), mask=inside)
-            birth, score, victim = _decide(
-                logits, weights, mass, births, steps, expiry, sinks, rough, held,
-                birth, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
-                momentum, rest, WINDOW, SINKS, SLACK, FAST, ROWS, WIDE, SOME, MOST, GUESS, CLOSE,
+            position, score, victim = _decide(
+                logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
+                position, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
+                momentum, rest, WINDOW, SINKS, GAINS, GROUP, SLACK, FAST, ROWS, WIDE, SOME, MOST, GUESS, CLOSE,
             )  # fmt: skip
             _tell(steps, expiry, victims, victim, start, end, ROWS)
             tl.debug_barrier()
@@ -92,7 +93,7 @@ def scan(
                 tl.atomic_add(decided, 1, sem="release")
     if place == 0:
         tl.store(scores + n, score, mask=inside)
-        _finish(births, expiry, tl.max(real, 0), columns, window, WINDOW, WIDE)
+        _finish(positions, expiry, tl.max(real, 0), columns, window, WINDOW, WIDE)
 
 
 @_jit
@@ -104,10 +105,10 @@ def _wait(signal, wanted):
 
 @_jit
 def _weigh(
-    logits, weights, mass, births, steps, expiry, sinks, rough, held,
+    logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
     row, evicted, heads, rows, columns, window,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    SOME: tl.constexpr, GUESS: tl.constexpr, AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, GUESS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A row's exponentials and masses over what is visible, and the sum and the largest of its softmaxes over heads.
 
@@ -121,15 +122,15 @@ def _weigh(
         before = (row // ROWS - 1) * ROWS + tl.arange(0, ROWS)
         step = tl.load(steps + before, mask=before >= 0, other=-1)
         since = tl.min(tl.where(step < 0, now, step), 0)
-    birth = tl.load(births + n, mask=inside, other=-1)
+    position = tl.load(positions + n, mask=inside, other=-1)
     left = tl.load(expiry + n, mask=inside & evicted, other=_NEVER) < since
-    seen = (birth >= 0) & (birth <= now) & ~left
+    seen = (position >= 0) & (position <= now) & ~left
     if WINDOW:
-        seen = seen & (birth > now - window)
+        seen = seen & (position > now - window)
     if AHEAD:
         staying = seen
         if WINDOW:
-            staying = seen & (birth > now - window + 1)
+            staying = seen & (position > now - window + 1)
         tl.store(held + row % (2 * ROWS), tl.sum(staying.to(tl.int32), 0))
     # a minimum hides a column, whatever it holds; a choice would cost the predicates that keep many loads under way
     hide = tl.where(seen, float("inf"), -float("inf")).to(logits.dtype.element_ty)
@@ -154,17 +155,26 @@ def _weigh(
             whole += _exp(sink - top, FAST)
         whole = tl.where(whole > 0, whole, 1.0)
         tl.store(weights + at, weight, mask=mine[:, None] & inside[None, :])
-        tl.store(mass + h * rows + row, whole, mask=mine)
+        tl.store(totals + h * rows + row, whole, mask=mine)
         if GUESS:
             softmax = weight * (1 / whole)[:, None]
-            total += tl.sum(softmax, 0)
             largest = tl.maximum(largest, tl.max(softmax, 0))
+            total += tl.sum(_gained(softmax, gains, h, n, columns, heads, GAINS, GROUP), 0)
         h += SOME
         at = more
     if GUESS:
         rough += row % (2 * ROWS) * 2 * columns
         tl.store(rough + n, total, mask=inside)
         tl.store(rough + columns + n, largest, mask=inside)
+
+
+@_jit
+def _gained(weight, gains, h, n, columns, heads, GAINS: tl.constexpr, GROUP: tl.constexpr):
+    """weight [heads, columns] times the gain of each KV head's column, where the policy has gains."""
+    if GAINS:
+        at = (h // GROUP)[:, None] * columns + n[None, :]
+        weight *= tl.load(gains + at, mask=(h < heads)[:, None] & (n < columns)[None, :], other=0.0)
+    return weight
 
 
 @_jit
@@ -179,13 +189,13 @@ def _exp(x, FAST: tl.constexpr):
 
 @_jit
 def _decide(
-    logits, weights, mass, births, steps, expiry, sinks, rough, held,
-    birth, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
-    momentum, rest, WINDOW: tl.constexpr, SINKS: tl.constexpr, SLACK: tl.constexpr, FAST: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, GUESS: tl.constexpr,
+    logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
+    position, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
+    momentum, rest, WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr,
+    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, GUESS: tl.constexpr,
     CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """The evictions of a block's rows, in order: births and scores after them, and the victims."""
+    """The evictions of a block's rows, in order: positions and scores after them, and the victims."""
     n = tl.arange(0, WIDE)
     j = tl.arange(0, 2 * ROWS)
     rough += start % (2 * ROWS) * 2 * columns
@@ -201,9 +211,9 @@ def _decide(
         mean = tl.load(rough + n, mask=n < columns, other=0.0)
     for row in range(start, end):
         if WINDOW:
-            gone = _lately(births, victim, now, window)
+            gone = _lately(positions, victim, now, window)
         full = holding - gone > capacity
-        free = _free(birth, now, first, last, window, WINDOW)
+        free = _free(position, now, first, last, window, WINDOW)
         step = now
         more = row + 1 < end
         now = tl.load(steps + row + 1, mask=more, other=-1).to(tl.int32)
@@ -223,34 +233,38 @@ def _decide(
             exact = (full & ~(sure & (lost <= 0.5))) | ~(lost <= 0.5) | (row == final)
             if CLOSE:  # noqa: SIM102 (known when it is compiled)
                 if exact & (lost <= 0.5) & (row != final):
-                    at, proven = _closest(weights, mass, births, key, none, victim, row, heads, rows, columns,
-                                          SLACK, WIDE, MOST)  # fmt: skip
+                    at, proven = _closest(weights, totals, positions, gains, key, none, victim, row, heads, rows,
+                                          columns, GAINS, GROUP, SLACK, WIDE, MOST)  # fmt: skip
                     exact = ~proven
         if exact:
-            mean_now, most = _mean(weights, mass, birth, victim, row, heads, rows, columns, WIDE, SOME, MOST)
+            mean_now, most = _mean(
+                weights, totals, position, gains, victim, row, heads, rows, columns, GAINS, GROUP, WIDE, SOME, MOST
+            )
             if ~(most <= 0.5):  # too little of the row is left to subtract from: weigh it again
                 theirs = (victim >= 0) & (start - ROWS + j < row)
                 tl.store(expiry + victim, tl.load(steps + start - ROWS + j, mask=theirs, other=-1), mask=theirs)
                 tl.debug_barrier()
                 _weigh(
-                    logits, weights, mass, births, steps, expiry, sinks, rough, held,
+                    logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
                     row, True, heads, rows, columns, window,
-                    WINDOW, SINKS, FAST, ROWS, WIDE, SOME, False, False,
+                    WINDOW, SINKS, GAINS, GROUP, FAST, ROWS, WIDE, SOME, False, False,
                 )  # fmt: skip
                 tl.debug_barrier()
-                mean_now, most = _mean(weights, mass, birth, victim, row, heads, rows, columns, WIDE, SOME, MOST)
+                mean_now, most = _mean(
+                    weights, totals, position, gains, victim, row, heads, rows, columns, GAINS, GROUP, WIDE, SOME, MOST
+                )
             score = tl.where(step >= 0, keep * score + mean_now, score)
-            _, _, at = tl.reduce((tl.where(free, score, float("inf")), birth, n), 0, _lowest)
-        birth = tl.where(full & (n == at), _GONE, birth)
+            _, _, at = tl.reduce((tl.where(free, score, float("inf")), position, n), 0, _lowest)
+        position = tl.where(full & (n == at), _GONE, position)
         victim = tl.where(full & (j == row - start + ROWS), at, victim)
         gone += full.to(tl.int32)
-    return birth, score, victim
+    return position, score, victim
 
 
 @_jit
 def _closest(
-    weights, mass, births, key, none, victim, row, heads, rows, columns,
-    SLACK: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
+    weights, totals, positions, gains, key, none, victim, row, heads, rows, columns,
+    GAINS: tl.constexpr, GROUP: tl.constexpr, SLACK: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """The lowest of the three columns that come nearest, summed without what has left, and whether none is lower.
 
@@ -261,11 +275,11 @@ def _closest(
     mine = h < heads
     at = weights + (h * rows + row) * columns
     dead = tl.load(at[:, None] + victim[None, :], mask=mine[:, None] & (victim >= 0)[None, :], other=0.0)
-    whole = tl.load(mass + h * rows + row, mask=mine, other=1.0)
+    whole = tl.load(totals + h * rows + row, mask=mine, other=1.0)
     empty = _value(tl.min(none, 0))
-    a, a_at, a_age = _column(at, mine, births, one, WIDE)
-    b, b_at, b_age = _column(at, mine, births, two, WIDE)
-    c, c_at, c_age = _column(at, mine, births, three, WIDE)
+    a, a_at, a_age = _column(at, h, mine, positions, gains, one, columns, GAINS, GROUP, WIDE)
+    b, b_at, b_age = _column(at, h, mine, positions, gains, two, columns, GAINS, GROUP, WIDE)
+    c, c_at, c_age = _column(at, h, mine, positions, gains, three, columns, GAINS, GROUP, WIDE)
     lost = tl.sum(dead, 1)
     inverse = 1 / (whole - lost)
     a_mean = tl.where(_value(one) < empty, tl.sum(a * inverse, 0), empty)
@@ -278,10 +292,13 @@ def _closest(
 
 
 @_jit
-def _column(at, mine, births, key, WIDE: tl.constexpr):
-    """What every head gave to a key's column, the column, and when it was born."""
+def _column(at, h, mine, positions, gains, key, columns, GAINS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """What every head gave to a key's column, times the gain if any; the column, and its position."""
     column = (key & (WIDE - 1)).to(tl.int32)
-    return tl.load(at + column, mask=mine, other=0.0), column, tl.load(births + column)
+    weight = tl.load(at + column, mask=mine, other=0.0)
+    if GAINS:
+        weight *= tl.load(gains + h // GROUP * columns + column, mask=mine, other=0.0)
+    return weight, column, tl.load(positions + column)
 
 
 @_jit
@@ -324,32 +341,32 @@ def _tell(steps, expiry, victims, victim, start, end, ROWS: tl.constexpr):
 
 
 @_jit
-def _lately(births, victim, now, window):
+def _lately(positions, victim, now, window):
     """How many left since this block was prepared, of those that the model's own window would still hold."""
-    birth = tl.load(births + victim, mask=victim >= 0, other=0)
-    return tl.sum(((victim >= 0) & (birth > now - window + 1)).to(tl.int32), 0)
+    position = tl.load(positions + victim, mask=victim >= 0, other=0)
+    return tl.sum(((victim >= 0) & (position > now - window + 1)).to(tl.int32), 0)
 
 
 @_jit
-def _free(birth, now, first, last, window, WINDOW: tl.constexpr):
+def _free(position, now, first, last, window, WINDOW: tl.constexpr):
     """Whether a column may be chosen: neither protected nor leaving by itself."""
-    free = (birth >= first) & (birth <= now - last)
+    free = (position >= first) & (position <= now - last)
     if WINDOW:
-        free = free & (birth > now - window + 1)
+        free = free & (position > now - window + 1)
     return free
 
 
 @_jit
 def _mean(
-    weights, mass, birth, victim, row, heads, rows, columns,
-    WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
+    weights, totals, position, gains, victim, row, heads, rows, columns,
+    GAINS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """The mean over heads of a row's softmaxes without what has left, and the largest share that this had."""
     n = tl.arange(0, WIDE)
     h = tl.arange(0, MOST)
     dead = weights + (h[:, None] * rows + row) * columns + victim[None, :]
     lost = tl.sum(tl.load(dead, mask=(h < heads)[:, None] & (victim >= 0)[None, :], other=0.0), 1)
-    whole = tl.load(mass + h * rows + row, mask=h < heads, other=1.0)
+    whole = tl.load(totals + h * rows + row, mask=h < heads, other=1.0)
     MORE: tl.constexpr = min(2 * SOME, MOST)
     inverse = tl.reshape(1 / (whole - lost), [MOST // MORE, MORE])
     total = tl.zeros([WIDE], weights.dtype.element_ty)
@@ -358,12 +375,12 @@ def _mean(
         at = (some[:, None] * rows + row) * columns + n[None, :]
         weight = tl.load(weights + at, mask=(some < heads)[:, None] & (n < columns)[None, :], other=0.0)
         scale = tl.sum(tl.where(tl.arange(0, MOST // MORE)[:, None] == group, inverse, 0.0), 0)
-        total += tl.sum(weight * scale[:, None], 0)
-    return tl.where(birth == _GONE, 0.0, total / heads), tl.max(lost / whole, 0)
+        total += tl.sum(_gained(weight * scale[:, None], gains, some, n, columns, heads, GAINS, GROUP), 0)
+    return tl.where(position == _GONE, 0.0, total / heads), tl.max(lost / whole, 0)
 
 
 @_jit
-def _settle(weights, mass, victims, row, heads, rows, columns, ROWS: tl.constexpr, MOST: tl.constexpr):
+def _settle(weights, totals, victims, row, heads, rows, columns, ROWS: tl.constexpr, MOST: tl.constexpr):
     """Take out of a row what left after it was prepared and before its turn."""
     h = tl.arange(0, MOST)
     gone = (row // ROWS - 1) * ROWS + tl.arange(0, 2 * ROWS)
@@ -371,23 +388,23 @@ def _settle(weights, mass, victims, row, heads, rows, columns, ROWS: tl.constexp
     at = weights + (h[:, None] * rows + row) * columns + victim[None, :]
     theirs = (h < heads)[:, None] & (victim >= 0)[None, :]
     lost = tl.sum(tl.load(at, mask=theirs, other=0.0), 1)
-    whole = tl.load(mass + h * rows + row, mask=h < heads, other=1.0)
+    whole = tl.load(totals + h * rows + row, mask=h < heads, other=1.0)
     tl.debug_barrier()  # all is read before anything is written, whoever does either
-    tl.store(mass + h * rows + row, whole - lost, mask=h < heads)
+    tl.store(totals + h * rows + row, whole - lost, mask=h < heads)
     tl.store(at, tl.zeros(at.shape, weights.dtype.element_ty), mask=theirs)
 
 
 @_jit
-def _finish(births, expiry, latest, columns, window, WINDOW: tl.constexpr, WIDE: tl.constexpr):
+def _finish(positions, expiry, latest, columns, window, WINDOW: tl.constexpr, WIDE: tl.constexpr):
     """Empty slots, and what left through the model's own window."""
     n = tl.arange(0, WIDE)
     inside = n < columns
-    birth = tl.load(births + n, mask=inside, other=-1)
+    position = tl.load(positions + n, mask=inside, other=-1)
     left = tl.load(expiry + n, mask=inside, other=-1)
     if WINDOW:
-        oldest = birth + window - 1
+        oldest = position + window - 1
         left = tl.where(oldest <= latest, tl.minimum(left, oldest), left)
-    tl.store(expiry + n, tl.where(birth < 0, -1, left), mask=inside)
+    tl.store(expiry + n, tl.where(position < 0, -1, left), mask=inside)
 
 
 @_jit

@@ -1,7 +1,7 @@
-"""`step` in Triton: the same arguments and results as `eager_step.step`, in two launches without the host.
+"""`step` in Triton: the same arguments and results as `kernels/torch/step.py`, in two launches without the host.
 
-Who leaves is of no use before the next token: where a caller says so (`Side`), it is decided on a stream of its own
-while the model goes on. The kernels are in `gpu_step_kernels`; here is how the work is cut, and the memory between.
+The victim is needed only by the next token: inside a `DecisionStream` it is chosen on a stream of its own while the
+model goes on. The kernels are in `step_kernel.py`; here are their grids, and the memory between them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -19,94 +19,111 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.attention import Attention
-from ...core.slots import decides_by_age
+from ...core.slots import Slots, decides_by_age
 from ...policy import Policy
-from ..torch import step as eager_step
-from .scan import halves
-from .step_kernel import NOBODY, attend, finish
+from ..torch import step as torch_step
+from .scan import split_momentum
+from .step_kernel import UNLIMITED, attend, finish
 
-# Elements of [slots, head size] that a program works on at a time, its warps, and the programs per processor up to
-# which a head's slots are shared out.
+# Elements of [slots, head size] that a program works on at a time, its warps, and the programs per SM up to which the
+# slots of a head are split.
 _GROUPED = (8192, 2, 4)  # several query heads read the same slots
-_FEW = (8192, 4, 2)  # one query head each, and few of them: as much as can be under way in one program
+_FEW = (8192, 4, 2)  # one query head each, and few of them: as much in flight as one program can have
 _MANY = (1024, 1, 1)  # one each, and many: one warp, which waits for no other, so that some read while others compute
-_ENOUGH = 8  # heads per processor that are many
-_MOST = 64  # shares of one head, which are put together by one program
-_BESIDE = 2048  # heads up to which deciding beside the model costs its matmuls less than it saves
-_STAGES = 2  # tiles under way at once, of grouped heads
-_WIDEST = 2**15 + 1  # slots that one program can choose among
+_ENOUGH = 8  # heads per SM that are many
+_MOST_SPLITS = 64  # of one head, which one program combines
+_MOST_HEADS_ASIDE = 2048  # up to here a decision stream costs the model's matmuls less than it saves
+_STAGES = 2  # tiles in flight, of grouped heads
+_MOST_SLOTS = 2**15 + 1  # that one program can choose among
 
 
 def step(
+    slots: Slots,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    slot: Tensor,
-    seen: Tensor,
     policy: Policy,
     attention: Attention,
-    rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `eager_step.step`. Nothing waits for the device, and a CUDA graph can hold it."""
-    if positions.shape[2] > _WIDEST or (query.is_cuda and query.dtype == torch.float64):
-        state = (keys, values, positions, scores, slot, seen)
-        return eager_step.step(query, key, value, *state, policy, attention, rows, out)
-    _check(keys, values, positions, scores, slot)
-    seen, rows = seen.contiguous(), None if rows is None else rows.contiguous()
-    memory = positions if scores is None else scores
-    (batch, heads, _), (units, slots) = query.shape, positions.shape[1:]
-    scored = not decides_by_age(policy, attention.window)
-    cut = _cut(batch, heads, tuple(keys.shape[1:]), values.shape[3], query.device)
-    side = _side.get() if scored and batch * heads <= _BESIDE else None
-    notes = (_notes if side is None else side.take)(query, slots, cut["SPLITS"], scored)
-    output, parts = _output(query, values, cut["SPLITS"])
-    new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
-    how = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": cut["SPLITS"], "UNITS": units}
-    how["INDEXED"] = rows is not None
-    attend[(batch * keys.shape[1], cut["SPLITS"])](
-        *(*new, keys, values, positions, slot, seen, seen if attention.sinks is None else attention.sinks),
-        *(seen if rows is None else rows, *notes, parts),
-        *(stride for tensor in new for stride in tensor.stride()[:2]),
-        *(tensor.stride(0) for tensor in (keys, values, positions, slot)),
-        *(notes.logits.shape[2], slots, cut["per"], attention.window or 0),
-        SCALE=float(attention.scale),
-        SOFTCAP=float(attention.softcap or 0),
-        SINKS=attention.sinks is not None,
-        ACC=tl.float64 if notes.tops.dtype == torch.float64 else tl.float32,
-        **how,
-        **cut["attend"],
-    )
+    """See `kernels/torch/step.py`. Nothing waits for the device, and a CUDA graph can hold it."""
+    if slots.positions.shape[2] > _MOST_SLOTS or (query.is_cuda and query.dtype == torch.float64):
+        output = torch_step.step(slots, query, key, value, policy, attention)
+        return output if out is None else out.copy_(output)
+    _check(slots)
+    launch = _Launch(slots, query, key, value, policy, attention)
+    launch.attend()
+    if launch.aside is None:
+        launch.finish(launch.units, launch.splits)
+    else:
+        with launch.aside.deciding():
+            launch.finish(launch.units, 0)
+        if launch.splits:
+            launch.finish(0, launch.splits)
+    return launch.output if out is None else out.copy_(launch.output)
 
-    def conclude(deciding: int, combining: int) -> None:
-        finish[(deciding + combining,)](
-            *(*notes, parts, output),
-            *(positions, memory, slot, seen, seen if rows is None else rows),
-            *(positions.stride(0), memory.stride(0), slot.stride(0)),
-            *(deciding, notes.logits.shape[2], slots, NOBODY.value if policy.capacity is None else policy.capacity),
-            *(policy.first, policy.last, attention.window or 0, *halves(policy.momentum)),
-            MEMORY=scores is not None,
-            MEMBERS=heads // units,
-            V=values.shape[3],
-            VP=cut["attend"]["VP"],
-            SHARES=triton.next_power_of_2(cut["SPLITS"]),
-            **how,
-            **_tile(heads // units, slots),
+
+class _Launch:
+    """The arguments that both kernels share, worked out once."""
+
+    def __init__(
+        self, slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention
+    ) -> None:
+        self.slots, self.policy, self.attention = slots, policy, attention
+        self.new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+        self.seen = slots.seen.contiguous()
+        self.rows = self.seen if slots.rows is None else slots.rows.contiguous()
+        (batch, heads, _), (units, self.count) = query.shape, slots.positions.shape[1:]
+        scored = not decides_by_age(policy, attention.window)
+        self.cut = _cut(batch, heads, tuple(slots.keys.shape[1:]), value.shape[2], query.device)
+        splits = self.cut["SPLITS"]
+        stream = _decision_stream.get()
+        self.aside = stream if stream is not None and scored and batch * heads <= _MOST_HEADS_ASIDE else None
+        self.notes = (_notes if self.aside is None else self.aside.take)(query, self.count, splits, scored)
+        self.output, self.parts = _output(query, slots.values, splits)
+        self.units, self.splits, self.members = batch * units, batch * heads if splits > 1 else 0, heads // units
+        self.flags = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": splits, "UNITS": units}
+        self.flags |= {"INDEXED": slots.rows is not None, "GAINS": scored and slots.gains is not None}
+
+    @property
+    def gains(self) -> Tensor:
+        return self.notes.tops if self.slots.gains is None else self.slots.gains
+
+    def attend(self) -> None:
+        slots, attention = self.slots, self.attention
+        attend[(len(self.new[0]) * slots.keys.shape[1], self.cut["SPLITS"])](
+            *(*self.new, slots.keys, slots.values, slots.positions, self.gains, slots.next, self.seen),
+            *(self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
+            *(stride for tensor in self.new for stride in tensor.stride()[:2]),
+            *(tensor.stride(0) for tensor in (slots.keys, slots.values, slots.positions, self.gains, slots.next)),
+            *(self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
+            SCALE=float(attention.scale),
+            SOFTCAP=float(attention.softcap or 0),
+            SINKS=attention.sinks is not None,
+            ACC=tl.float64 if self.notes.tops.dtype == torch.float64 else tl.float32,
+            **self.flags,
+            **self.cut["attend"],
         )
 
-    deciding, combining = batch * units, batch * heads if cut["SPLITS"] > 1 else 0
-    if side is None:
-        conclude(deciding, combining)
-    else:
-        with side.deciding():
-            conclude(deciding, 0)
-        if combining:
-            conclude(0, combining)
-    return output if out is None else out.copy_(output)
+    def finish(self, deciding: int, combining: int) -> None:
+        """`deciding` programs choose a unit's victim each, `combining` ones put a head's splits together."""
+        slots, policy = self.slots, self.policy
+        scores = slots.positions if slots.scores is None else slots.scores
+        capacity = UNLIMITED.value if policy.capacity is None else policy.capacity
+        finish[(deciding + combining,)](
+            *(*self.notes, self.parts, self.output, slots.positions, scores, self.gains, slots.next, self.seen),
+            *(self.rows, *(tensor.stride(0) for tensor in (slots.positions, scores, self.gains, slots.next))),
+            *(deciding, self.notes.logits.shape[2], self.count, capacity, policy.first, policy.last),
+            *(self.attention.window or 0, *split_momentum(policy.momentum)),
+            MEMORY=slots.scores is not None,
+            MEMBERS=self.members,
+            GROUP=self.cut["attend"]["GROUP"],
+            V=self.cut["attend"]["V"],
+            VP=self.cut["attend"]["VP"],
+            SHARES=triton.next_power_of_2(self.cut["SPLITS"]),
+            **self.flags,
+            **_tile(self.members, self.count),
+        )
 
 
 class Notes(NamedTuple):
@@ -133,10 +150,10 @@ def _output(query: Tensor, values: Tensor, splits: int) -> tuple[Tensor, Tensor]
     return output, torch.empty(*shape, splits, width, dtype=wide, device=query.device)
 
 
-class Side:
-    """Within this context victims are chosen on a stream beside the model's; at its end all are chosen.
+class DecisionStream:
+    """Inside this context victims are chosen on a stream beside the model's; when it ends, all are chosen.
 
-    Notes of two layers in turn: before a layer writes its own, whoever had them before must have decided.
+    Two layers' notes are used in turn: before a layer writes its own, the decision that read them must be over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,10 +164,10 @@ class Side:
 
     def __enter__(self) -> None:
         self.done = [None, None]  # events of another graph mean nothing in this one
-        self._outside = _side.set(self)
+        self._outside = _decision_stream.set(self)
 
     def __exit__(self, *_: object) -> None:
-        _side.reset(self._outside)
+        _decision_stream.reset(self._outside)
         self._wait(0)
         self._wait(1)
 
@@ -180,28 +197,28 @@ class Side:
         self.done[self.turn] = self.stream.record_event()
 
 
-_side: ContextVar[Side | None] = ContextVar("where victims are chosen", default=None)
+_decision_stream: ContextVar[DecisionStream | None] = ContextVar("decision stream", default=None)
 
 
-def _check(*state: Tensor | None) -> None:
-    """Anything may lie between the states of a batch, but nothing between the parts of one."""
-    if not all(tensor is None or tensor[0].is_contiguous() for tensor in state):
-        raise ValueError("a state's tensors are changed in place: each must be contiguous, give whole buffers")
+def _check(slots: Slots) -> None:
+    """Anything may lie between the rows of a batch, but nothing between the parts of one."""
+    if not all(tensor[0].is_contiguous() for name, tensor in slots.tensors().items() if name != "seen"):
+        raise ValueError("slots are changed in place: each row's tensors must be contiguous, give whole buffers")
 
 
 @cache
 def _cut(batch: int, heads: int, shape: tuple[int, int, int], width: int, device: torch.device) -> dict[str, Any]:
-    """How the slots are cut: shape is [E, S, D] of the keys."""
+    """Tiles and splits of the slots; shape is [G, S, D] of the keys."""
     stored, slots, size = shape
     group = heads // stored
     deep, wide = (max(16, triton.next_power_of_2(n)) for n in (size, width))
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    many = batch * stored >= _ENOUGH * processors
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    many = batch * stored >= _ENOUGH * sms
     tile, warps, programs = _GROUPED if group > 1 else _MANY if many else _FEW
     block = max(8 if group == 1 else 16, min(128, tile // max(deep, wide)))
     warps *= max(1, block * max(deep, wide) // tile) if group == 1 else 1  # no more for each than it has registers for
     blocks = triton.cdiv(slots - 1, block)
-    per = triton.cdiv(blocks, max(1, min(_MOST, processors * programs // (batch * stored))))
+    per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
     sizes |= {"STAGES": _STAGES, "EVEN": (slots - 1) % block == 0 and deep == size and wide == width}

@@ -1,4 +1,4 @@
-"""The kernels of `step` in Triton: `attend`, then `finish`; `gpu_step` launches them.
+"""The kernels of `step` in Triton: `attend`, then `finish`; `step.py` launches them.
 
 `attend` reads each held key and value once: a program has one stored head of one sequence, or a share of its slots
 where there are few, and all query heads that read it. `finish` takes the mean of the softmaxes over a unit's heads,
@@ -14,17 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOBODY = tl.constexpr(2**31 - 1)
-_NOWHERE = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
+UNLIMITED = tl.constexpr(2**31 - 1)
+_NO_TOP = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
 
 
 @triton.jit(do_not_specialize=["slots", "per", "window"])
 def attend(
-    query, key, value, keys, values, positions, slot, seen, sinks, states, logits, tops, masses, parts,
-    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, slot_b, pitch, slots, per, window,
+    query, key, value, keys, values, positions, gains, slot, seen, sinks, states, logits, tops, masses, parts,
+    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, gains_b, slot_b, pitch, slots, per,
+    window,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
@@ -33,7 +34,7 @@ def attend(
     b, e = stored // STORED, stored % STORED
     home, unit = _home(states, b, INDEXED), e // (STORED // UNITS)
     now, spot = tl.load(seen + b), tl.load(slot + home * slot_b + unit)
-    active = (now >= 0) & (spot >= 0)
+    active = (now >= 0) & (spot >= 0) & (spot < slots)
     r, d, v = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, VP)
     h = b * (STORED * GROUP) + e * GROUP + r  # over the whole batch
     mine = r < GROUP
@@ -47,6 +48,9 @@ def attend(
     new_value = tl.load(value + b * value_b + e * value_h + v, mask=v < V, other=0.0)
     tl.store(keys + spot * D + d, new_key, mask=(d < D) & here)
     tl.store(values + spot * V + v, new_value, mask=(v < V) & here)
+    if GAINS:
+        square = tl.sum(new_value.to(ACC) * new_value.to(ACC), 0)
+        tl.store(gains + home * gains_b + e * slots + spot, tl.sqrt(square), mask=here)
     new = _cap(tl.sum(asked.to(ACC) * new_key.to(ACC)[None, :], 1) * SCALE, SOFTCAP)
     new = tl.where(here, new, -float("inf"))
     if SCORED:
@@ -132,7 +136,7 @@ def _one(
     done with, and half as much is under way.
     """
     scaled = asked.to(ACC) * SCALE
-    top = tl.full([BLOCK], _NOWHERE, ACC)
+    top = tl.full([BLOCK], _NO_TOP, ACC)
     whole = tl.zeros([BLOCK], ACC)
     mixed = tl.zeros([BLOCK, VP], ACC)
     end = min(start + per, tl.cdiv(slots - 1, BLOCK))
@@ -177,7 +181,7 @@ def _many(
     ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Several query heads that read the same keys and values, by matrix units."""
-    top = tl.full([ROWS], _NOWHERE, ACC)
+    top = tl.full([ROWS], _NO_TOP, ACC)
     whole = tl.zeros([ROWS], ACC)
     mixed = tl.zeros([ROWS, VP], ACC)
     end = min(start + per, tl.cdiv(slots - 1, BLOCK))
@@ -201,11 +205,11 @@ def _many(
 
 @triton.jit(do_not_specialize=["deciding", "slots", "capacity", "first", "last", "window"])
 def finish(
-    logits, tops, masses, parts, output, positions, scores, slot, seen, states, positions_b, scores_b, slot_b,
-    deciding, pitch, slots, capacity, first, last, window, momentum, rest,
-    MEMORY: tl.constexpr, MEMBERS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    logits, tops, masses, parts, output, positions, scores, gains, slot, seen, states,
+    positions_b, scores_b, gains_b, slot_b, deciding, pitch, slots, capacity, first, last, window, momentum, rest,
+    MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
+    GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """The first programs decide for a unit each, the others put a head's shares together."""
     program = tl.program_id(0).to(tl.int64)
@@ -221,9 +225,10 @@ def finish(
         score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
         if SCORED:
             score, new = _mean(
-                logits, tops, masses, program * MEMBERS, pitch, slots, MEMBERS, SPLITS, SHARES, WIDE, SOME
-            )
-        active = (now >= 0) & (spot >= 0)
+                logits, tops, masses, gains + home * gains_b + unit * (MEMBERS // GROUP) * slots, spot,
+                program * MEMBERS, pitch, slots, MEMBERS, GROUP, SPLITS, GAINS, SHARES, WIDE, SOME,
+            )  # fmt: skip
+        active = (now >= 0) & (spot >= 0) & (spot < slots)
         if MEMORY:
             score = _remember(
                 scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, momentum, rest, WIDE
@@ -248,7 +253,7 @@ def _combine(tops, masses, parts, output, head, SPLITS: tl.constexpr, SHARES: tl
              VP: tl.constexpr):  # fmt: skip
     """The shares of one head's output together."""
     s, v = tl.arange(0, SHARES), tl.arange(0, VP)
-    top = tl.load(tops + head * SPLITS + s, mask=s < SPLITS, other=_NOWHERE)
+    top = tl.load(tops + head * SPLITS + s, mask=s < SPLITS, other=_NO_TOP)
     mass = tl.load(masses + head * SPLITS + s, mask=s < SPLITS, other=0.0)
     at = parts + (head * SPLITS + s)[:, None] * V + v[None, :]
     part = tl.load(at, mask=(s < SPLITS)[:, None] & (v < V)[None, :], other=0.0)
@@ -259,9 +264,11 @@ def _combine(tops, masses, parts, output, head, SPLITS: tl.constexpr, SHARES: tl
 
 
 @triton.jit
-def _mean(logits, tops, masses, heads, pitch, slots, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, SHARES: tl.constexpr,
-          WIDE: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
-    """The mean over a unit's heads of their softmaxes: of every column, and of the newcomer."""
+def _mean(
+    logits, tops, masses, gains, spot, heads, pitch, slots, MEMBERS: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """The mean over a unit's heads of their softmaxes, times gains if any: of every column, and of the newcomer."""
     column = tl.arange(0, WIDE)
     total, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
     for start in range(0, MEMBERS, SOME):
@@ -271,8 +278,16 @@ def _mean(logits, tops, masses, heads, pitch, slots, MEMBERS: tl.constexpr, SPLI
         logit = tl.load(logits + at, mask=mine[:, None] & (column < slots - 1)[None, :], other=-float("inf"))
         newest = tl.load(logits + (heads + h) * pitch + slots - 1, mask=mine, other=-float("inf"))
         highest, inverse = _normal(tops, masses, heads + h, mine, SPLITS, SHARES)
-        total += tl.sum(tl.exp(logit - highest[:, None]) * inverse[:, None], 0)
-        new += tl.sum(tl.exp(newest - highest) * inverse, 0)
+        weight = tl.exp(logit - highest[:, None]) * inverse[:, None]
+        newest = tl.exp(newest - highest) * inverse
+        if GAINS:
+            kv = gains + h // GROUP * slots
+            theirs = mine[:, None] & (column < slots - 1)[None, :]
+            at = tl.where(column == spot, slots - 1, column)  # the last slot stands in for the newcomer's
+            weight *= tl.load(kv[:, None] + at[None, :], mask=theirs, other=0.0)
+            newest *= tl.load(kv + spot, mask=mine, other=0.0)
+        total += tl.sum(weight, 0)
+        new += tl.sum(newest, 0)
     return total / MEMBERS, new / MEMBERS
 
 
@@ -282,7 +297,7 @@ def _normal(tops, masses, head, mine, SPLITS: tl.constexpr, SHARES: tl.constexpr
     share = tl.arange(0, SHARES)
     at = head[:, None] * SPLITS + share[None, :]
     theirs = mine[:, None] & (share < SPLITS)[None, :]
-    top = tl.load(tops + at, mask=theirs, other=_NOWHERE)
+    top = tl.load(tops + at, mask=theirs, other=_NO_TOP)
     mass = tl.load(masses + at, mask=theirs, other=0.0)
     highest = tl.max(top, 1)
     whole = tl.sum(mass * tl.exp(top - highest[:, None]), 1)
@@ -315,7 +330,7 @@ def _choose(
     full = tl.sum(staying.to(tl.int32), 0) + lasting.to(tl.int32) > capacity
     free = staying & (born >= first) & (born <= now - last)
     ranked = tl.where(free, score, float("inf"))
-    lowest, _, place = tl.reduce((ranked, tl.where(free, born, NOBODY), at), 0, _lowest)
+    lowest, _, place = tl.reduce((ranked, tl.where(free, born, UNLIMITED), at), 0, _lowest)
     newest = lasting & (now >= first) & (last == 0) & (new < lowest)
     gone = (born >= 0) & (~staying | (full & ~newest & free & (at == place)))
     lasting = lasting & ~(full & newest)

@@ -1,0 +1,345 @@
+"""The compiled part of `step` on the CPU: what every thread runs. `step.py` launches it.
+
+Tensors come as addresses and strides in one record, because OpenMP hands a thread one pointer.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, types
+from numba.extending import intrinsic, overload
+
+from .scan import FAST_MATH
+
+_LOG2E = 1.4426950408889634
+_LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
+
+# What a thread is told: numbers, and of every tensor its address and how many bytes lie between rows and between heads.
+STRIDED = ("query", "key", "value", "output", "keys", "values", "positions", "scores", "gains", "next")
+_PLAIN = ("seen", "rows", "sinks", "weights", "finished")
+_SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width", "states")
+_RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "indexed", "has_sinks")
+WORK = np.dtype(
+    [(name, np.int64) for name in ("task", *_SIZES, *_RULES, *_PLAIN)]
+    + [(name + end, np.int64) for name in STRIDED for end in ("", "_b", "_h")]
+    + [(name, np.float64) for name in ("scale", "softcap", "momentum")]
+)
+_Work: Any = numba.from_dtype(WORK)
+
+_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
+_exact: Any = numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+_ordered: Any = numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz"}, error_model="numpy")
+
+
+@intrinsic
+def _pointer(typing_context, address, kind):
+    """The address of numbers of a kind."""
+
+    def convert(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind.dtype)(types.int64, kind), convert
+
+
+@intrinsic
+def _count(typing_context, address):
+    """Add 1 to a whole number that threads share; what it was before."""
+
+    def add(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "acq_rel")
+
+    return types.int64(types.int64), add
+
+
+def _wide(rows):
+    """Rows as numbers to compute with: bfloat16, which NumPy does not know, is the upper half of a float32."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_wide)
+def _choose_wide(rows):
+    if rows.dtype != types.uint16:
+        return lambda rows: rows
+
+    def widen(rows):
+        bits = np.empty(rows.shape, np.int32)
+        for n in range(rows.shape[0]):
+            for d in range(rows.shape[1]):
+                bits[n, d] = np.int32(rows[n, d]) << np.int32(16)
+        return bits.view(np.float32)
+
+    return widen
+
+
+@_jit
+def _list(address, count, kind):
+    return carray(_pointer(address, kind), (count,))
+
+
+@_jit
+def _table(address, rows, columns, kind):
+    return carray(_pointer(address, kind), (rows, columns))
+
+
+@_jit
+def _task(w, b, e, number, word):
+    """One stored head of one row: the newcomer is written, and all that is held attended to."""
+    home = _list(w.rows, w.batch, np.int64)[b] if w.indexed else b
+    now = _list(w.seen, w.batch, np.int64)[b]
+    share, group = w.stored // w.units, w.heads // w.stored
+    u = e // share
+    outputs = w.output + b * w.output_b + e * group * w.output_h
+    for g in range(group):
+        _list(outputs + g * w.output_h, w.width, number)[:] = 0
+    if now < 0 or home < 0 or home >= w.states:
+        return
+    spot = _list(w.next + home * w.next_b + u * w.next_h, 1, np.int64)
+    if spot[0] < 0 or spot[0] >= w.slots:
+        return
+    positions = _list(w.positions + home * w.positions_b + u * w.positions_h, w.slots, np.int64)
+    used = _reach(positions, spot[0])
+    positions = positions[:used]
+    keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, word)
+    values = _table(w.values + home * w.values_b + e * w.values_h, used, w.width, word)
+    keys[spot[0]] = _list(w.key + b * w.key_b + e * w.key_h, w.size, word)
+    values[spot[0]] = _list(w.value + b * w.value_b + e * w.value_h, w.width, word)
+    if w.has_gains:
+        gain = _list(w.gains + home * w.gains_b + e * w.gains_h, w.slots, number)
+        gain[spot[0]] = _norm(_wide(values[spot[0] : spot[0] + 1])[0], number(0))
+    heads = _table(w.weights, w.batch * w.heads, w.slots, number)[b * w.heads : (b + 1) * w.heads, :used]
+    weights = heads[e * group : (e + 1) * group]
+    queries, mixed = np.empty((group, w.size), number), np.zeros((group, w.width), number)
+    for g in range(group):
+        queries[g] = _wide(_table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word))[0]
+    _logits(queries, _wide(keys), weights, number(w.scale), number(w.softcap))
+    for g in range(group):
+        sink = _list(w.sinks, w.heads, number)[e * group + g] if w.has_sinks else number(0)
+        _softmax(weights[g], positions, spot[0], now - w.window if w.window else -1, w.has_sinks, sink)
+    _mix(weights, _wide(values), mixed)
+    for g in range(group):
+        _list(outputs + g * w.output_h, w.width, number)[:] = mixed[g]
+    if _count(w.finished + 8 * (b * w.units + u)) == share - 1:
+        scores = _list(w.scores + home * w.scores_b + u * w.scores_h, used, number)
+        deciding = heads[u * share * group : (u + 1) * share * group]
+        gains = _table(w.gains + home * w.gains_b + u * share * w.gains_h, share, w.slots, number)
+        _decide(w, deciding, positions, scores, gains, spot, now)
+
+
+@_jit
+def _norm(row, total):
+    """The square root of a row's sum of squares; `total` is 0 in the dtype to add up in."""
+    for d in range(len(row)):
+        total += row[d] * row[d]
+    return np.sqrt(total)
+
+
+@_jit
+def _reach(positions, spot):
+    """From here on all slots are empty: they need not be looked at, and what they hold may be anything."""
+    last = len(positions) - 1
+    while last > spot and positions[last] < 0:
+        last -= 1
+    return last + 1
+
+
+@_jit
+def _logits(queries, keys, logits, scale, softcap):
+    """In powers of 2. Four keys at a time for all queries, so that each is loaded from far away once."""
+    kind, count = logits.dtype.type, len(keys)
+    for n in range(0, count - 3, 4):
+        for g in range(len(queries)):
+            a, b, c, d = kind(0), kind(0), kind(0), kind(0)
+            for i in range(queries.shape[1]):
+                a += queries[g, i] * keys[n, i]
+                b += queries[g, i] * keys[n + 1, i]
+                c += queries[g, i] * keys[n + 2, i]
+                d += queries[g, i] * keys[n + 3, i]
+            logits[g, n], logits[g, n + 1], logits[g, n + 2], logits[g, n + 3] = a, b, c, d
+    for n in range(count - count % 4, count):
+        for g in range(len(queries)):
+            a = kind(0)
+            for i in range(queries.shape[1]):
+                a += queries[g, i] * keys[n, i]
+            logits[g, n] = a
+    for g in range(len(queries)):
+        for n in range(count):
+            logits[g, n] *= scale
+            if softcap > 0:
+                logits[g, n] = np.tanh(logits[g, n] / softcap) * softcap
+            logits[g, n] *= kind(_LOG2E)
+
+
+@_jit
+def _softmax(row, positions, spot, horizon, has_sink, sink):
+    """A row of logits becomes weights, 0 where a slot is empty or not past the `horizon`."""
+    alive = np.empty(len(row), row.dtype)
+    for n in range(len(row)):
+        alive[n] = 1 if (positions[n] > horizon and positions[n] >= 0) or n == spot else 0
+    top = _highest(row, alive)
+    left = row.dtype.type(0)
+    if has_sink:
+        sink *= row.dtype.type(_LOG2E)
+        top = max(top, sink)
+        left = row.dtype.type(2.0 ** (sink - top))
+    _powers(row, top)
+    for n in range(len(row)):
+        row[n] *= alive[n]
+        left += row[n]
+    for n in range(len(row)):
+        row[n] /= left
+
+
+@_ordered
+def _highest(row, alive):
+    """The maximum of what is alive."""
+    top = row.dtype.type(-np.inf)
+    for n in range(len(row)):
+        it = row[n] if alive[n] > 0 else row.dtype.type(-np.inf)
+        top = it if it > top else top
+    return top
+
+
+def _powers(row, top):
+    """2 to the power of what a row is below `top`; 1 for what is above it. No number stays no number."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_powers)
+def _choose_powers(row, top):
+    return _powers_one_by_one if row.dtype == types.float64 else _powers_together
+
+
+def _powers_one_by_one(row, top):
+    for n in range(len(row)):
+        row[n] = 2.0 ** min(row[n] - top, 0.0)
+
+
+def _powers_together(row, top):
+    _float32_powers(row, top)
+
+
+@_exact
+def _float32_powers(row, top):
+    """The whole part goes into a float's exponent, the rest is ln(2)^n / n! up to n = 7: right to a bit or so."""
+    bits = np.empty(len(row), np.int32)
+    wholes = bits.view(np.float32)
+    for n in range(len(row)):
+        x = row[n] - top
+        x = _LOWEST if x < _LOWEST else x
+        x = np.float32(0) if x > np.float32(0) else x
+        whole = np.floor(x + np.float32(0.5))
+        bits[n] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+        x -= whole
+        power = np.float32(1.5252733804059841e-05) * x + np.float32(0.00015403530393381608)
+        power = power * x + np.float32(0.0013333558146428443)
+        power = power * x + np.float32(0.009618129107628477)
+        power = power * x + np.float32(0.05550410866482158)
+        power = power * x + np.float32(0.2402265069591007)
+        power = power * x + np.float32(0.6931471805599453)
+        row[n] = power * x + np.float32(1)
+    for n in range(len(row)):
+        row[n] *= wholes[n]
+
+
+@_jit
+def _mix(weights, values, output):
+    """Four values at a time for all heads, so that the output is loaded and stored once for all."""
+    count = len(values)
+    for n in range(0, count - 3, 4):
+        for g in range(len(output)):
+            a, b, c, d = weights[g, n], weights[g, n + 1], weights[g, n + 2], weights[g, n + 3]
+            for i in range(output.shape[1]):
+                output[g, i] += a * values[n, i] + b * values[n + 1, i] + c * values[n + 2, i] + d * values[n + 3, i]
+    for n in range(count - count % 4, count):
+        for g in range(len(output)):
+            for i in range(output.shape[1]):
+                output[g, i] += weights[g, n] * values[n, i]
+
+
+@_jit
+def _decide(w, weights, positions, scores, gains, spot, now):
+    """All heads of a unit have attended: scores, who leaves, and the slot for the next token."""
+    mean = np.zeros(len(positions), weights.dtype)
+    for h in range(len(weights)):
+        if w.has_gains:
+            gain = gains[h * len(gains) // len(weights)]
+            for n in range(len(mean)):
+                mean[n] += weights[h, n] * gain[n]
+        else:
+            for n in range(len(mean)):
+                mean[n] += weights[h, n]
+    for n in range(len(mean)):
+        mean[n] /= len(weights)
+    positions[spot[0]] = now
+    if w.has_scores:
+        scores[spot[0]] = 0
+        for n in range(len(mean)):
+            scores[n] = weights.dtype.type(w.momentum) * scores[n] + mean[n]
+            mean[n] = scores[n]
+    held = 0
+    for n in range(len(positions)):
+        if w.window and positions[n] <= now - w.window + 1:
+            positions[n] = -1
+        held += positions[n] >= 0
+    if held > w.capacity:
+        positions[_victim(mean, positions, w.first, now - w.last)] = -1
+    spot[0] = -1
+    for n in range(len(positions)):
+        if positions[n] < 0:
+            spot[0] = n
+            return
+    if len(positions) < w.slots:
+        spot[0] = len(positions)
+
+
+@_jit
+def _victim(scores, positions, first, newest):
+    """The free slot with the lowest score, the older of equals."""
+    victim = -1
+    for n in range(len(scores)):
+        if positions[n] < first or positions[n] < 0 or positions[n] > newest:
+            continue
+        lower = victim < 0 or scores[n] < scores[victim]
+        if lower or (scores[n] == scores[victim] and positions[n] < positions[victim]):
+            victim = n
+    return victim
+
+
+@_jit
+def _drain(data, number, word):
+    """Tasks from the shared counter until there is none left."""
+    w = carray(data, 1)[0]
+    task = _count(carray(data, 1).ctypes.data)
+    while task < w.batch * w.stored:
+        _task(w, task // w.stored, task % w.stored, number, word)
+        task = _count(carray(data, 1).ctypes.data)
+
+
+def _float32(data):
+    _drain(data, np.float32, np.float32)
+
+
+def _float64(data):
+    _drain(data, np.float64, np.float64)
+
+
+def _bfloat16(data):
+    _drain(data, np.float32, np.uint16)
+
+
+KERNELS = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
+
+
+@cache
+def compiled(dtype: torch.dtype) -> Any:
+    """What every thread runs, for states of a dtype; compiled when it is first wanted, and kept on disk."""
+    how = numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
+    return how(KERNELS[dtype])
