@@ -193,16 +193,6 @@ def test_two_at_once_build_once(cache, monkeypatch):
     assert len(built) == 1
 
 
-def test_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
-    monkeypatch.delenv("MSRNN_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert models.cache() == Path.home() / ".cache" / "msrnn"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert models.cache() == tmp_path / "msrnn"
-    monkeypatch.setenv("MSRNN_CACHE", str(tmp_path / "mine"))
-    assert models.cache() == tmp_path / "mine"
-
-
 # what is refused
 
 

@@ -24,9 +24,6 @@ def cache_folder() -> Path:
     return user_cache_path("msrnn", appauthor=False)
 
 
-cache = cache_folder  # the old name; callers move next
-
-
 def download(requirement: str, sha256: str, into: Path, *, bars: bool = False) -> Path:
     """Download the wheel of exactly this hash into the folder `into`; `bars` shows pip's progress."""
     requirements = into / "requirements.txt"

@@ -34,9 +34,6 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-replacing = atomic_write  # the old name; callers move next
-
-
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -55,3 +52,19 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file."""
     with atomic_write(path) as temporary:
         temporary.write_text(text)
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and tensors of a safetensors file; ValueError if it is none.
+
+    Tensors are copied: in the file they lie at any address, and kernels round differently off a cache line.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(str(error)) from error
+    return about, tensors
