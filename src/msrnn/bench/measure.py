@@ -1,4 +1,4 @@
-"""Times, bandwidth and conditions: what every record of a benchmark is made of."""
+"""Times, bandwidth and conditions: what every benchmark record consists of."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Record = dict[str, Any]
 def seconds(call: Callable[[], object], device: torch.device, runs: int = 5, least: float = 0.1) -> list[float]:
     """Seconds of a call, `runs` times; a short call is repeated until a run takes `least` seconds.
 
-    With `least` at 0 the call has been made before, and each run is one call.
+    With `least` at 0 there is no warm-up, and each run is one call.
     """
     if not least:
-        return [_one(call, device, 1) for _ in range(runs)]
+        return [_seconds_per_call(call, device, 1) for _ in range(runs)]
     call()
-    once = _one(call, device, 1)
+    once = _seconds_per_call(call, device, 1)
     times = max(1, int(least / max(once, 1e-6)))
-    return [_one(call, device, times) for _ in range(runs)]
+    return [_seconds_per_call(call, device, times) for _ in range(runs)]
 
 
-def _one(call: Callable[[], object], device: torch.device, times: int) -> float:
+def _seconds_per_call(call: Callable[[], object], device: torch.device, times: int) -> float:
     if device.type != "cuda":
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(times):
             call()
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - start) / times
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
     begin.record()
@@ -45,12 +45,12 @@ def _one(call: Callable[[], object], device: torch.device, times: int) -> float:
 
 
 def timed(runs: list[float]) -> Record:
-    """A median with all that it was taken from."""
+    """The median, and all runs behind it."""
     return {"median_s": median(runs), "runs_s": [round(run, 7) for run in runs]}
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy moves, read and written: the floor of a step is what it must read over this."""
+    """Bytes per second of a large copy, read and written: the floor of a step is the bytes it must read over this."""
     size = 2**32 if device.type == "cuda" else 2**25
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
@@ -58,7 +58,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes still to be had."""
+    """Bytes of free memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _allocated(device)
     import os
@@ -71,7 +71,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def clear(device: torch.device) -> None:
-    """Give back what nobody holds any more, so that the next measurement has it."""
+    """Free unreferenced memory for the next measurement."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -79,5 +79,5 @@ def clear(device: torch.device) -> None:
 
 def conditions(device: torch.device, **more: object) -> Record:
     """What every record of one run shares."""
-    about = {"date": now(), "commit": commit(), "machine": machine(device), "cuda": torch.version.cuda}
-    return {**about, "versions": versions(), "command": command(), **more}
+    common = {"date": now(), "commit": commit(), "machine": machine(device), "cuda": torch.version.cuda}
+    return {**common, "versions": versions(), "command": command(), **more}

@@ -1,4 +1,4 @@
-"""The parts of `msrnn bench`: each yields records as it goes, so that whatever stops it, what was measured is kept."""
+"""The parts of `msrnn bench`: each yields records as it goes, so that an interrupted run keeps its first ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 
 from . import decode, prefill
 from .measure import Record, clear
-
-PARTS = ("table", "same", "prefill", "generate")
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Settings:
     bytes_per_second: float | None = None
 
     @property
-    def stepping(self) -> dict[str, Any]:
+    def decoding(self) -> dict[str, Any]:
         return {"runs": self.runs, "compiled": self.compiled, "bytes_per_second": self.bytes_per_second}
 
 
@@ -44,42 +42,42 @@ def count(parts: Sequence[str], settings: Settings) -> int:
 
 
 def run(model: PreTrainedModel, parts: Sequence[str], settings: Settings) -> Iterator[Record]:
-    each = {"table": _table, "same": _same, "prefill": _prefill, "generate": _generate}
+    measurements = {"table": _table, "same": _same, "prefill": _prefill, "generate": _generate}
     for part in parts:
-        yield from (record | {"part": part} for record in each[part](model, settings))
+        yield from (record | {"part": part} for record in measurements[part](model, settings))
 
 
 def _table(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
     """The paper's table 1: memory, largest batch and its speed, for a full cache and for each policy."""
-    full = decode.largest_full(model, settings.context, **settings.stepping)
-    yield full or _nothing("full", context=settings.context)
+    full = decode.largest_full(model, settings.context, **settings.decoding)
+    yield full or _out_of_memory("full", context=settings.context)
     for policy in settings.policies:
-        found = decode.largest(model, policy, settings.context, **settings.stepping)
-        record = found or _nothing(policy, context=settings.context)
-        yield record | {"times_full": decode.ratio(found, full)}
+        record = decode.largest(model, policy, settings.context, **settings.decoding)
+        times = {"times_full": decode.ratio(record, full)}
+        yield (record or _out_of_memory(policy, context=settings.context)) | times
 
 
 def _same(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
-    """The same batch for all: what a bounded state gains without being given more sequences."""
+    """The same batch for all: what a bounded state gains without a larger batch."""
     for batch in settings.batches:
-        full = decode.full_step(model, batch, settings.context, **settings.stepping)
-        yield full or _nothing("full", batch=batch, context=settings.context)
+        full = decode.full_step(model, batch, settings.context, **settings.decoding)
+        yield full or _out_of_memory("full", batch=batch, context=settings.context)
         for policy in settings.policies:
-            found = decode.step_or_none(model, policy, batch, settings.context, **settings.stepping)
-            record = found or _nothing(policy, batch=batch, context=settings.context)
-            yield record | {"times_full": decode.ratio(found, full)}
+            record = decode.step_or_none(model, policy, batch, settings.context, **settings.decoding)
+            times = {"times_full": decode.ratio(record, full)}
+            yield (record or _out_of_memory(policy, batch=batch, context=settings.context)) | times
 
 
 def _prefill(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
-    """Reading a prompt exactly, beside one pass of full attention."""
+    """A prompt through the exact recurrence, against one pass of full attention."""
     device = model.get_input_embeddings().weight.device
     for length, batch in settings.prompts:
         full = prefill.fastest_full(model, batch, length, runs=settings.runs)
-        yield full or _nothing("full", batch=batch, length=length)
+        yield full or _out_of_memory("full", batch=batch, length=length)
         for policy in settings.policies:
-            found = prefill.exact(model, policy, batch, length, chunk=settings.chunk, runs=settings.runs)
+            record = prefill.exact(model, policy, batch, length, chunk=settings.chunk, runs=settings.runs)
             clear(device)
-            yield found | {"times_full": found["median_s"] / full["median_s"] if full else None}
+            yield record | {"times_full": record["median_s"] / full["median_s"] if full else None}
 
 
 def _generate(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
@@ -87,6 +85,6 @@ def _generate(model: PreTrainedModel, settings: Settings) -> Iterator[Record]:
         yield decode.generate_speed(model, batch, settings.context)
 
 
-def _nothing(policy: str, **where: int) -> Record:
-    """Memory did not suffice even for this."""
-    return {"policy": policy, **where, "out_of_memory": True}
+def _out_of_memory(policy: str, **conditions: int) -> Record:
+    """The record of what did not fit into memory."""
+    return {"policy": policy, **conditions, "out_of_memory": True}

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights, made where they are needed: speed does not depend on what they say."""
+"""Models of a given shape with random weights: speed does not depend on the weights."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ def make(shape: str, dtype: torch.dtype, device: str, seed: int = 0, **changes: 
     """A model of that shape with random weights, on the device from the start."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config(shape, **changes), dtype=dtype, attn_implementation="sdpa")
-    made: PreTrainedModel = model.eval()
-    return made
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config(shape, **changes), dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.eval()
 
 
 @torch.no_grad()
 def steady(model: PreTrainedModel, strength: float = 4.0) -> None:
-    """Give a model with query biases attention as trained ones have it: a token keeps its standing from row to row.
+    """Attention as in trained models, for a model with query biases: a token's weight is similar from row to row.
 
-    Every head's queries share a direction, in the dimensions that rotate slowly. Without it random weights make every
-    row anew, which no trained model does, and which is the worst case of a scan.
+    Every head's queries share a direction, in the dimensions that rotate slowly. With plain random weights the rows are
+    unrelated, which no trained model's are, and which is the scan's worst case.
     """
     for name, bias in model.named_parameters():
         if name.endswith("q_proj.bias"):
@@ -57,7 +58,7 @@ def steady(model: PreTrainedModel, strength: float = 4.0) -> None:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights a step must read: all but the embedding's, of which it reads one row a sequence."""
+    """Bytes of weights a step must read: all but the embedding's, of which it reads one row per sequence."""
     total = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return int(total if embedding is head else total - embedding.numel() * embedding.element_size())

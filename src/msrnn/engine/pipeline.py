@@ -129,8 +129,8 @@ class PipelinedPrefill:
         device = rnn.device
         self.tokens = torch.zeros(1, laps * lanes * chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        fuse = device.type == "cuda" if fused_projections is None else fused_projections
-        self._weights = FusedProjections(rnn.model) if fuse else nullcontext()
+        self.fused = device.type == "cuda" if fused_projections is None else fused_projections
+        self._weights = FusedProjections(rnn.model) if self.fused else nullcontext()
 
     @cached_property
     def streams(self) -> list[torch.cuda.Stream]:
