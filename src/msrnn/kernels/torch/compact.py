@@ -12,14 +12,17 @@ def compact(
     positions: Tensor, scores: Tensor | None, rows: tuple[Tensor, ...], expiry: Tensor, used: int, end: int
 ) -> None:
     """positions, scores [B, U, N], rows [B, G, N, ...], expiry [B, U, used]: evicted columns become empty (-1), and
-    those that stay at or past `end` move into the empty places before it, in order."""
+    those that stay at or past `end` move into the empty places before it, in order; where there is no room, they are
+    dropped (logits that are NaN may leave too many)."""
     positions = positions[:, :, :used]
     positions.masked_fill_(expiry != NEVER, -1)
     if end in (0, used):
         return
-    staying = positions[:, :, end:] >= 0
-    free = (positions[:, :, :end] >= 0).to(torch.uint8).argsort(dim=-1, stable=True)  # free places first
-    place = free.gather(2, (staying.cumsum(-1) - 1).clamp(0, end - 1))
+    held, staying = positions[:, :, :end] >= 0, positions[:, :, end:] >= 0
+    rank = staying.cumsum(-1) - 1
+    staying &= rank < end - held.sum(-1, keepdim=True)
+    free = held.to(torch.uint8).argsort(dim=-1, stable=True)  # free places first
+    place = free.gather(2, rank.clamp(0, end - 1))
     place = torch.where(staying, place, torch.arange(end, used, device=positions.device))
     positions.scatter_(2, place, positions[:, :, end:].clone())
     if scores is not None:

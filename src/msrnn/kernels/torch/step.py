@@ -19,13 +19,13 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     """query [B, H, D], key [B, G, D], value [B, G, V] -> [B, H, V]; the slots change in place, but for `seen`.
 
     Token `seen` goes into the empty slot `next` and is attended to with all that is held. What leaves is emptied, and
-    `next` becomes the lowest empty slot, or -1 if there is none. A row whose `seen` or `next` is -1 is idle: nothing of
-    it changes and its output is 0. Numbers in empty slots must be finite.
+    `next` becomes the lowest empty slot, or -1 if there is none. A row is idle if its `seen` is -1, or its `next` or its
+    number in `rows` is out of range: nothing of it changes and its output is 0. Numbers in empty slots must be finite.
     """
     if slots.rows is not None:
         return _indexed(slots, slots.rows, query, key, value, policy, attention)
-    active = (slots.seen >= 0) & (slots.next >= 0).all(1)
-    at = slots.next.clamp(min=0)[:, :, None]
+    at = slots.next.clamp(0, slots.keys.shape[2] - 1)[:, :, None]
+    active = (slots.seen >= 0) & (at[:, :, 0] == slots.next).all(1)
     now = torch.where(active, slots.seen, -1)[:, None]
     _put(slots.positions[..., None], at, now[:, :, None].expand(*slots.next.shape, 1), active)
     _put(slots.keys, at, key, active)
@@ -57,18 +57,25 @@ def _scan(
 def _indexed(
     slots: Slots, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention
 ) -> Tensor:
-    """A step on copies of some rows; what it changed is written back."""
+    """A step on copies of some rows; what it changed is written back.
+
+    Without a wait for the device nothing can be left out, so a row out of range writes once more what a valid one does.
+    """
     names = [name for name in slots.tensors() if name != "seen"]
-    copy = replace(slots, rows=None, **{name: getattr(slots, name).index_select(0, rows) for name in names})
-    place = copy.next.clamp(min=0).repeat_interleave(slots.keys.shape[1] // copy.next.shape[1], 1)  # [B, G]
+    home = rows.clamp(0, len(slots.keys) - 1)
+    valid, number = home == rows, torch.arange(len(rows), device=rows.device)
+    copies = {name: getattr(slots, name).index_select(0, home) for name in names}
+    copy = replace(slots, rows=None, seen=torch.where(valid, slots.seen, -1), **copies)
+    place = copy.next.clamp(0, slots.keys.shape[2] - 1).repeat_interleave(slots.keys.shape[1] // copy.next.shape[1], 1)
     output = step(copy, query, key, value, policy, attention)
-    sequence, head = torch.arange(len(rows), device=rows.device)[:, None], torch.arange(place.shape[1]).to(rows.device)
+    source = torch.where(valid, number, valid.to(torch.uint8).argmax())
+    home, place, head = home[source], place[source], torch.arange(place.shape[1], device=rows.device)
     for name in names:
         whole, part = getattr(slots, name), getattr(copy, name)
         if name in _BY_HEAD:
-            whole[rows[:, None], head, place] = part[sequence, head, place]
+            whole[home[:, None], head, place] = part[source[:, None], head, place]
         else:
-            whole.index_copy_(0, rows, part)
+            whole.index_copy_(0, home, part.index_select(0, source))
     return output
 
 
