@@ -31,19 +31,8 @@ CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTH
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(pip, check=True, cwd=folder)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(folder), str(ROOT)], check=True, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
 
