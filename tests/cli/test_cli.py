@@ -42,18 +42,18 @@ HERE = os.environ | {"PYTHONPATH": str(Path(msrnn.__file__).parent.parent)}
 
 
 def msrnn_command(*arguments: str, text: str | bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the real thing; standard input is a pipe."""
-    given = text.encode() if isinstance(text, str) else text
+    """Run the command in a process of its own; standard input is a pipe."""
+    raw = text.encode() if isinstance(text, str) else text
     settings = HERE | {"HF_HUB_OFFLINE": "1"} | environment
     command = [sys.executable, "-m", "msrnn", *arguments]
-    done = subprocess.run(command, input=given, capture_output=True, env=settings, timeout=300)
-    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+    process = subprocess.run(command, input=raw, capture_output=True, env=settings, timeout=300)
+    return subprocess.CompletedProcess(command, process.returncode, process.stdout.decode(), process.stderr.decode())
 
 
-def fine(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+def stdout_of(process: subprocess.CompletedProcess[str]) -> str:
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    return process.stdout
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(models.bundled())
 
 
-def folder(path: Path, model: Any, tokenizer: Any) -> str:
+def save(path: Path, model: Any, tokenizer: Any) -> str:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -81,19 +81,19 @@ def tiny(tmp_path_factory, tokenizer) -> str:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": len(tokenizer)}
     config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
     path = tmp_path_factory.mktemp("tiny")
-    mute = AutoTokenizer.from_pretrained(models.bundled())
-    mute.chat_template = None
-    return folder(path, LlamaForCausalLM(config), mute)
+    plain = AutoTokenizer.from_pretrained(models.bundled())
+    plain.chat_template = None
+    return save(path, LlamaForCausalLM(config), plain)
 
 
-def called(capsys, *arguments: str) -> tuple[int, str, str]:
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
     """main() in this process: the same code, without seconds of imports."""
     code = main(list(arguments))
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
-def typed(monkeypatch, raw: bytes) -> None:
+def type_in(monkeypatch, raw: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8"))
 
 
@@ -103,19 +103,19 @@ def typed(monkeypatch, raw: bytes) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_instant_and_whole(command):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    said = fine(msrnn_command(command, "--help"))
+    text = stdout_of(msrnn_command(command, "--help"))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1.5  # the machine may be busy otherwise
-    assert "examples:" in said
+    assert "examples:" in text
     commands = next(action for action in parser()._actions if action.dest == "COMMAND" or action.choices)
     for action in commands.choices[command]._actions:
-        assert all(option in said for option in action.option_strings)
+        assert all(option in text for option in action.option_strings)
         assert action.help
 
 
 def test_help_of_the_whole():
-    said = fine(msrnn_command("--help"))
-    assert all(command in said for command in (*COMMANDS, "exit codes: 0"))
-    assert fine(msrnn_command("--version")).strip() == f"msrnn {msrnn.__version__}"
+    text = stdout_of(msrnn_command("--help"))
+    assert all(command in text for command in (*COMMANDS, "exit codes: 0"))
+    assert stdout_of(msrnn_command("--version")).strip() == f"msrnn {msrnn.__version__}"
 
 
 def test_nothing_heavy_is_imported_before_a_command_runs():
@@ -128,26 +128,28 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
 
 def test_generate_from_a_file_longer_than_the_state(story):
     options = ("--policy", "tova:32", "--max-new-tokens", "6", "--json")
-    done = msrnn_command("generate", "-f", story, *options)
-    facts = json.loads(fine(done))
+    process = msrnn_command("generate", "-f", story, *options)
+    facts = json.loads(stdout_of(process))
     model, tokenizer = msrnn.load()
     ids = tokenizer(STORY * 6, return_tensors="pt")
     assert facts["tokens_read"] == ids.input_ids.shape[1] > 3 * 32
     assert facts["held"] == facts["capacity"] == 32
     assert facts["tokens_generated"] == 6
-    want = model.generate(**ids, past_key_values=msrnn.cache(model, "tova:32"), max_new_tokens=6, do_sample=False)
-    assert facts["text"] == tokenizer.decode(want[0, -6:])
-    price = cost(geometry(model), msrnn.Plan.of("tova:32", 30), model.dtype, facts["tokens_read"] + 6)
-    assert (facts["state_bytes"], facts["full_bytes"]) == (price.state, price.full)
+    expected = model.generate(**ids, past_key_values=msrnn.cache(model, "tova:32"), max_new_tokens=6, do_sample=False)
+    assert facts["text"] == tokenizer.decode(expected[0, -6:])
+    predicted = cost(geometry(model), msrnn.Plan.of("tova:32", 30), model.dtype, facts["tokens_read"] + 6)
+    assert (facts["state_bytes"], facts["full_bytes"]) == (predicted.state, predicted.full)
     assert facts["peak_bytes"] > 0
     opening = "msrnn: tova:32 on SmolLM2-135M-Instruct (float32"
-    first = next(line for line in done.stderr.splitlines() if line.startswith(opening))  # a new machine fetches before
+    first = next(
+        line for line in process.stderr.splitlines() if line.startswith(opening)
+    )  # a new machine fetches before
     assert "per sequence; full cache" in first
 
 
 def test_generate_from_standard_input_as_it_is_written(capsys, monkeypatch):
-    typed(monkeypatch, b"The capital of France is")
-    code, out, err = called(capsys, "generate", "--stream", "--max-new-tokens", "4")
+    type_in(monkeypatch, b"The capital of France is")
+    code, out, err = call(capsys, "generate", "--stream", "--max-new-tokens", "4")
     assert code == 0
     assert out.strip().startswith("Paris")
     assert err.count("msrnn: ") == 2
@@ -157,7 +159,7 @@ def test_generate_in_every_way(capsys, story, tiny):
     """One small model, all the options: what they say is what they do."""
 
     def text(*options: str) -> str:
-        code, out, err = called(capsys, "generate", "-f", story, "--model", tiny, "--max-new-tokens", "5", *options)
+        code, out, err = call(capsys, "generate", "-f", story, "--model", tiny, "--max-new-tokens", "5", *options)
         assert code == 0, err
         return out
 
@@ -176,31 +178,31 @@ def test_generate_in_every_way(capsys, story, tiny):
 def test_generate_by_the_engine(capsys, story, tiny):
     """The way of a GPU, without its graphs: the same text and the same facts as transformers' generate gives."""
 
-    def made(*options: str) -> dict[str, Any]:
+    def facts(*options: str) -> dict[str, Any]:
         common = ("--model", tiny, "--policy", "tova:16", "--max-new-tokens", "9", "--json", "-q")
-        code, said, err = called(capsys, "generate", "-f", story, *common, *options)
+        code, out, err = call(capsys, "generate", "-f", story, *common, *options)
         assert (code, err) == (0, "")
-        return json.loads(said)
+        return json.loads(out)
 
     untimed = ("seconds", "read_seconds", "tokens_per_second", "peak_bytes")
     for options in ((), ("--policy", "full"), ("--policy", "window+2:24"), ("--max-new-tokens", "1")):
-        plain, engine = ({k: v for k, v in made(*options, "--engine", how).items() if k not in untimed}
+        plain, engine = ({k: v for k, v in facts(*options, "--engine", how).items() if k not in untimed}
                          for how in ("off", "on"))  # fmt: skip
         assert engine == plain
     sampled = ("--engine", "on", "--temperature", "3", "--top-k", "400", "--top-p", "0.99")
-    one, again, other = (made(*sampled, "--seed", seed)["text"] for seed in ("1", "1", "2"))
+    one, again, other = (facts(*sampled, "--seed", seed)["text"] for seed in ("1", "1", "2"))
     assert one == again != other
-    assert made(*sampled)["text"] != made(*sampled)["text"]  # without a seed, another each time
+    assert facts(*sampled)["text"] != facts(*sampled)["text"]  # without a seed, another each time
     narrow = ("--engine", "on", "--temperature", "3", "--top-k", "1")
-    assert made(*narrow)["text"] == made()["text"]
+    assert facts(*narrow)["text"] == facts()["text"]
 
 
 def test_generate_by_the_engine_as_it_is_written(capsys, story, tiny):
     common = ("generate", "-f", story, "--model", tiny, "--policy", "tova:16", "--max-new-tokens", "9")
-    code, whole, _ = called(capsys, *common, "-q")
+    code, whole, _ = call(capsys, *common, "-q")
     assert code == 0
-    code, said, notes = called(capsys, *common, "--engine", "on", "--stream")
-    assert (code, said) == (0, whole)
+    code, streamed, notes = call(capsys, *common, "--engine", "on", "--stream")
+    assert (code, streamed) == (0, whole)
     assert "wrote 9 in" in notes
     assert "16 held" in notes
 
@@ -209,7 +211,7 @@ def test_generate_by_the_engine_as_it_is_written(capsys, story, tiny):
     "option", [("--num-beams", "2"), ("--repetition-penalty", "1.2"), ("--prompt-mode", "oneshot")]
 )
 def test_what_only_transformers_does_is_not_asked_of_the_engine(capsys, tiny, option):
-    code, _, err = called(capsys, "generate", "a b", "--model", tiny, "--engine", "on", *option)
+    code, _, err = call(capsys, "generate", "a b", "--model", tiny, "--engine", "on", *option)
     assert code == 2
     assert f"msrnn's engine has no {option[0]}" in err
 
@@ -218,22 +220,22 @@ def test_generate_with_a_profile(capsys, story, tiny, tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps({"capacities": [4, 36, 8]}))
     options = ("--model", tiny, "--max-new-tokens", "2", "--json", "--profile", str(tmp_path / "profile.json"))
     for policy in ((), ("--policy", "tova:16")):
-        code, out, err = called(capsys, "generate", "-f", story, "-q", *policy, *options)
+        code, out, err = call(capsys, "generate", "-f", story, "-q", *policy, *options)
         assert (code, err) == (0, "")
         assert json.loads(out)["capacities"] == [4, 36, 8]
         assert json.loads(out)["held"] == 36
-    code, _, err = called(capsys, "generate", "-f", story, "--policy", "tova:99", *options)
+    code, _, err = call(capsys, "generate", "-f", story, "--policy", "tova:99", *options)
     assert (code, err.count("\n")) == (2, 1)
     assert "average" in err
 
 
 def test_a_question_about_a_file(capsys, story, tokenizer):
     options = ("--question", "Who counted the ships?", "--policy", "tova:64", "--max-new-tokens", "3", "--json")
-    code, out, err = called(capsys, "generate", "-f", story, *options)
+    code, out, err = call(capsys, "generate", "-f", story, *options)
     assert code == 0, err
-    asked = [{"role": "user", "content": STORY * 6 + "\n\nWho counted the ships?"}]
-    want = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
-    assert json.loads(out)["tokens_read"] == len(want)
+    messages = [{"role": "user", "content": STORY * 6 + "\n\nWho counted the ships?"}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert json.loads(out)["tokens_read"] == len(expected)
 
 
 # what is refused
@@ -269,7 +271,7 @@ BAD = {
     "output nowhere": (["trace", "x", "-o", "/no/such/folder/trace"], "no folder /no/such/folder"),
     "no policy": (["info"], "required: POLICY"),
 }
-LOADED = {  # these need torch
+BAD_FOR_A_MODEL = {  # these need torch
     "device": (["generate", "x", "--device", "toaster"], "use cpu, cuda, cuda:0 or mps"),
     "cuda": (["generate", "x", "--device", "cuda:99"], "CUDA devices here"),
     "no such model": (["generate", "x", "--model", "./nothing"], "there is no file or folder './nothing'"),
@@ -281,7 +283,7 @@ LOADED = {  # these need torch
 }
 
 
-def refused(code: int, out: str, err: str, reason: str) -> None:
+def assert_refused(code: int, out: str, err: str, reason: str) -> None:
     assert code == 2
     assert out == ""
     assert err.startswith("msrnn: error: ")
@@ -292,30 +294,30 @@ def refused(code: int, out: str, err: str, reason: str) -> None:
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_line(case):
     arguments, reason = BAD[case]
-    done = msrnn_command(*arguments)
-    refused(done.returncode, done.stdout, done.stderr, reason)
+    process = msrnn_command(*arguments)
+    assert_refused(process.returncode, process.stdout, process.stderr, reason)
 
 
-@pytest.mark.parametrize("case", LOADED)
-def test_bad_input_gets_one_line_later_too(capsys, monkeypatch, tmp_path, case):
+@pytest.mark.parametrize("case", BAD_FOR_A_MODEL)
+def test_bad_input_for_a_model_gets_one_line(capsys, monkeypatch, tmp_path, case):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "profile").write_text('{"capacities": [3, 4]}')
-    arguments, reason = LOADED[case]
-    refused(*called(capsys, *(str(tmp_path / "profile") if a == "PROFILE" else a for a in arguments)), reason)
+    arguments, reason = BAD_FOR_A_MODEL[case]
+    assert_refused(*call(capsys, *(str(tmp_path / "profile") if a == "PROFILE" else a for a in arguments)), reason)
 
 
 def test_a_file_that_is_not_text_is_refused_before_anything_is_written(capsys, tiny, tmp_path):
     (tmp_path / "bad.txt").write_bytes(STORY.encode() * 700 + b"\xff")
     options = ("-f", str(tmp_path / "bad.txt"), "--model", tiny, "-q", "-o", str(tmp_path / "trace"))
-    refused(*called(capsys, "trace", *options), f"byte {len(STORY) * 700} is 0xff")
+    assert_refused(*call(capsys, "trace", *options), f"byte {len(STORY) * 700} is 0xff")
     assert os.listdir(tmp_path) == ["bad.txt"]
 
 
 def test_a_text_longer_than_learned_positions_is_refused(capsys, tmp_path, tokenizer, story):
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=len(tokenizer))
-    given = folder(tmp_path / "gpt2", GPT2LMHeadModel(config), tokenizer)
-    code, out, err = called(capsys, "generate", "-f", story, "--model", given, "-q", "--policy", "tova:8")
-    refused(code, out, err, "64 positions")
+    path = save(tmp_path / "gpt2", GPT2LMHeadModel(config), tokenizer)
+    code, out, err = call(capsys, "generate", "-f", story, "--model", path, "-q", "--policy", "tova:8")
+    assert_refused(code, out, err, "64 positions")
 
 
 def test_a_traceback_only_when_asked_for(monkeypatch):
@@ -339,26 +341,26 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     state = str(tmp_path / "ada state")
     options = ("chat", "--policy", "tova:24", "--max-new-tokens", "5")
     first = f"My name is Ada.\n/save {state}\n/state\n/nonsense\n/load {tmp_path}/nothing\n/save /no/such/file\n"
-    done = msrnn_command(*options, text=f"{first}What is my name?\n/quit\nnot read\n")
-    once = fine(done).splitlines()
+    process = msrnn_command(*options, text=f"{first}What is my name?\n/quit\nnot read\n")
+    lines = stdout_of(process).splitlines()
     assert os.listdir(tmp_path) == ["ada state"]
-    assert once[1].startswith("saved ")
-    assert once[2].startswith("tova:24: ")
-    assert "24 held" in once[2]
+    assert lines[1].startswith("saved ")
+    assert lines[2].startswith("tova:24: ")
+    assert "24 held" in lines[2]
     for reason in ("unknown command /nonsense", "nothing is not a file", "/no/such is not a folder"):
-        assert sum(reason in line for line in done.stderr.splitlines()) == 1
+        assert sum(reason in line for line in process.stderr.splitlines()) == 1
     again = msrnn_command(*options, "-q", text=f"/load {state}\nWhat is my name?\n/reset\n/state")
-    loaded, answer, *rest = fine(again).splitlines()
+    loaded, answer, *rest = stdout_of(again).splitlines()
     assert again.stderr == ""
     assert loaded.startswith("loaded ")
-    assert answer == once[3]
+    assert answer == lines[3]
     assert rest == ["forgotten", "tova:24: 0 tokens read, 0 held in 0 B; a full cache would take 0 B"]
 
 
 def test_chat_reads_every_token_once(capsys, monkeypatch, tokenizer):
     """The state has read the template of the whole conversation, but for the end of the last answer."""
-    typed(monkeypatch, b"Say yes.\n \xff\n\n Why?\n/state\n")
-    code, out, err = called(capsys, "chat", "--policy", "full", "--max-new-tokens", "4", "--system", "Be brief.")
+    type_in(monkeypatch, b"Say yes.\n \xff\n\n Why?\n/state\n")
+    code, out, err = call(capsys, "chat", "--policy", "full", "--max-new-tokens", "4", "--system", "Be brief.")
     assert code == 0
     assert "error: that line is not UTF-8" in err
     first, second, state = out.strip().splitlines()
@@ -371,7 +373,7 @@ def test_chat_reads_every_token_once(capsys, monkeypatch, tokenizer):
 
 def test_chat_without_a_template_is_refused(capsys, tiny):
     for command in (("chat",), ("generate", "x", "--chat")):
-        refused(*called(capsys, *command, "-q", "--model", tiny), "has no chat template; use an instruct model")
+        assert_refused(*call(capsys, *command, "-q", "--model", tiny), "has no chat template; use an instruct model")
 
 
 # trace and info
@@ -380,7 +382,7 @@ def test_chat_without_a_template_is_refused(capsys, tiny):
 def test_trace_says_what_the_states_held(capsys, story, tmp_path):
     file = tmp_path / "trace.safetensors"
     options = ("--policy", "tova:16", "--max-tokens", "60", "-o", str(file), "--json")
-    code, out, err = called(capsys, "trace", "-f", story, *options)
+    code, out, err = call(capsys, "trace", "-f", story, *options)
     assert code == 0, err
     facts, trace = json.loads(out), msrnn.Trace.load(file)
     model, tokenizer = msrnn.load()
@@ -388,10 +390,10 @@ def test_trace_says_what_the_states_held(capsys, story, tmp_path):
     assert torch.equal(trace.tokens[0], ids)
     assert (facts["tokens"], facts["policy"], trace.length) == (60, "tova:16", 60)
     _, state = msrnn.RNN(model, "tova:16").read(ids, msrnn.RNN(model, "tova:16").start())
-    for index, (layer, told) in enumerate(zip(state.layers, facts["layers"], strict=True)):
+    for index, (layer, row) in enumerate(zip(state.layers, facts["layers"], strict=True)):
         kept = sorted(p for p in layer.positions[0, 0].tolist() if p >= 0)
         assert trace.held(index, 59)[0, 0].nonzero().flatten().tolist() == kept
-        assert told == {
+        assert row == {
             "layer": index,
             "held": 16,
             "recent": round(sum(p >= 30 for p in kept) / 16, 4),
@@ -403,7 +405,7 @@ def test_trace_says_what_the_states_held(capsys, story, tmp_path):
 @pytest.mark.parametrize("policy", ["tova-head:8", "full"])
 def test_trace_as_a_table(capsys, story, tiny, tmp_path, policy):
     options = ("--model", tiny, "--policy", policy, "--max-tokens", "40", "-o", str(tmp_path / "trace"))
-    code, out, err = called(capsys, "trace", "-f", story, *options)
+    code, out, err = call(capsys, "trace", "-f", story, *options)
     assert code == 0
     assert out.startswith("layer  held  recent  first token  oldest kept\n    0")
     assert "trace of 40 tokens" in err
@@ -411,15 +413,15 @@ def test_trace_as_a_table(capsys, story, tiny, tmp_path, policy):
 
 def test_info_tells_the_cost(capsys, tiny):
     config = AutoConfig.from_pretrained(models.bundled())
-    code, out, err = called(capsys, "info", "tova:1/16", "--length", "4096", "--memory", "16GiB", "--json")
+    code, out, err = call(capsys, "info", "tova:1/16", "--length", "4096", "--memory", "16GiB", "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
-    price = cost(geometry(config), msrnn.Plan.of("tova:256", 30), torch.float32, 4096)
-    assert (facts["state_bytes"], facts["full_bytes"]) == (price.state, price.full)
+    predicted = cost(geometry(config), msrnn.Plan.of("tova:256", 30), torch.float32, 4096)
+    assert (facts["state_bytes"], facts["full_bytes"]) == (predicted.state, predicted.full)
     assert facts["weight_bytes"] == 134515008 * 4
-    assert (facts["batch"], facts["full_batch"]) == price.largest_batch(2**34 - facts["weight_bytes"])
+    assert (facts["batch"], facts["full_batch"]) == predicted.largest_batch(2**34 - facts["weight_bytes"])
     assert facts["slots"] == [257] * 30
-    code, out, _ = called(capsys, "info", tiny, "h2o:64", "--dtype", "bfloat16", "--memory", "1GiB")
+    code, out, _ = call(capsys, "info", tiny, "h2o:64", "--dtype", "bfloat16", "--memory", "1GiB")
     assert code == 0
     assert "65 x 3" in out
     assert "with a full cache, in 1.0 GiB" in out
@@ -429,7 +431,7 @@ def test_info_knows_a_models_own_windows(capsys, tmp_path):
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     shape = {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 128, "layer_types": layers}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"hidden_size": 64, "vocab_size": 100}))
-    code, out, err = called(capsys, "info", str(tmp_path), "tova:512", "--json")
+    code, out, err = call(capsys, "info", str(tmp_path), "tova:512", "--json")
     assert code == 0, err
     assert json.loads(out)["slots"] == [128, 513, 128]
     assert json.loads(out)["windows"] == [128, None, 128]

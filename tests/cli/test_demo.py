@@ -28,19 +28,19 @@ LENGTH, CAPACITY = 320, 48
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One short run; the numbers are those of --json."""
-    folder, said = tmp_path_factory.mktemp("demo"), io.StringIO()
+    folder, output = tmp_path_factory.mktemp("demo"), io.StringIO()
     policies = ["--policy", "full", "--policy", f"tova:{CAPACITY}", "--policy", f"tova:{LENGTH}"]
     options = [*policies, "--length", str(LENGTH), "--out", str(folder / "kept.png"), "--json"]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(demo_measure, "ANSWER", 16)
         assert demo.main(options) == 0
-    return json.loads(said.getvalue()), folder
+    return json.loads(output.getvalue()), folder
 
 
-def test_the_table_is_true(shown: tuple[dict[str, Any], Path]) -> None:
-    numbers, _ = shown
+def test_the_table_is_true(demo_run: tuple[dict[str, Any], Path]) -> None:
+    numbers, _ = demo_run
     full, bounded, roomy = numbers["rows"]
     layers = geometry(AutoConfig.from_pretrained(bundled(progress=False)))
     plan = msrnn.Plan((msrnn.tova(CAPACITY),) * len(layers))
@@ -55,8 +55,8 @@ def test_the_table_is_true(shown: tuple[dict[str, Any], Path]) -> None:
     assert roomy["answer"] == full["answer"]
 
 
-def test_the_picture_shows_something(shown: tuple[dict[str, Any], Path]) -> None:
-    numbers, folder = shown
+def test_the_picture_shows_something(demo_run: tuple[dict[str, Any], Path]) -> None:
+    numbers, folder = demo_run
     picture = folder / "kept.png"
     assert numbers["picture"] == str(picture)
     assert 10_000 < picture.stat().st_size < 500_000
@@ -79,7 +79,7 @@ def small(llama: Any, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kept.png"
     assert demo.main(["--length", "600", "--policy", "full", "--policy", "tova:64", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "llama reads 600 tokens of Python's own documentation",
         "full     keeps every token: 225.0 KiB at the end, and growing",
@@ -93,7 +93,7 @@ def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "Next: msrnn chat, msrnn generate",
         '--question "According to the text, what is an exception?"',
     ):
-        assert words in said
+        assert words in output
     assert out.exists()
 
 
@@ -103,10 +103,10 @@ def test_a_text_and_a_question_of_ones_own(tmp_path: Path, capsys: pytest.Captur
     own.write_text("One two three. " * 50)
     options = ["--text", str(own), "--policy", "tova:1/4", "--question", "How many?", "--out", str(tmp_path / "a.png")]
     assert demo.main([*options, "--length", "80"]) == 0
-    said = capsys.readouterr().out
-    assert f"80 tokens of {own}" in said
-    assert "keeps 20 tokens in every layer" in said
-    assert "Then asked: How many?" in said
+    output = capsys.readouterr().out
+    assert f"80 tokens of {own}" in output
+    assert "keeps 20 tokens in every layer" in output
+    assert "Then asked: How many?" in output
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -117,10 +117,10 @@ def test_a_profile_stands_beside_the_plain_policy(
     file.write_text(json.dumps({"capacities": [4, 40, 16], "average": 20}))
     policies = ["--policy", "tova:20", "--policy", f"tova:20,profile={file}"]
     assert demo.main(["--length", "64", *policies, "--out", str(tmp_path / "a.png")]) == 0
-    said = capsys.readouterr().out
-    assert "tova:20            keeps 20 tokens in every layer: " in said
-    assert "tova:20 + profile  keeps 4 to 40 tokens in a layer, 20 on average: " in said
-    rows = [line.split() for line in said.splitlines() if line.startswith("tova:20") and "keeps" not in line]
+    output = capsys.readouterr().out
+    assert "tova:20            keeps 20 tokens in every layer: " in output
+    assert "tova:20 + profile  keeps 4 to 40 tokens in a layer, 20 on average: " in output
+    rows = [line.split() for line in output.splitlines() if line.startswith("tova:20") and "keeps" not in line]
     assert [row[-9:-6] for row in rows] == [["tova:20", "64", "20"], ["profile", "64", "20"]]
     assert rows[0][3:5] == rows[1][5:7]  # the same bytes
     assert rows[0][-1] != rows[1][-1]  # but another perplexity
@@ -159,9 +159,9 @@ def test_without_matplotlib_there_is_all_but_the_picture(
 )
 def test_mistakes_are_told_in_one_line(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(options) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("msrnn demo: ")
-    assert reason in said
+    output = capsys.readouterr().err.strip().splitlines()[-1]
+    assert output.startswith("msrnn demo: ")
+    assert reason in output
 
 
 def test_it_runs_as_a_module() -> None:

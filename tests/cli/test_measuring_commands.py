@@ -45,23 +45,23 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
     sizes = ["--length", "64", "--chunks", "2", "--grid", "4,12,32", "--rounds", "1"]
     command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "tova for tiny, measured on 2 x 64 tokens" in said
-    assert "capacities by layer, average 16" in said
-    made = json.loads(Path(out).read_text())
-    assert sum(made["capacities"]) == 36
-    assert made["text"]["names"] == ["book.txt"]
-    assert len(made["text"]["sha256"][0]) == 64
+    output = capsys.readouterr().out
+    assert "tova for tiny, measured on 2 x 64 tokens" in output
+    assert "capacities by layer, average 16" in output
+    profile_file = json.loads(Path(out).read_text())
+    assert sum(profile_file["capacities"]) == 36
+    assert profile_file["text"]["names"] == ["book.txt"]
+    assert len(profile_file["text"]["sha256"][0]) == 64
     measured = Path(f"{out}.measured.jsonl").read_text()
     assert main([*command, "--json"]) == 0  # everything is known: nothing is measured again
-    assert json.loads(capsys.readouterr().out) == made
+    assert json.loads(capsys.readouterr().out) == profile_file
     assert Path(f"{out}.measured.jsonl").read_text() == measured
 
     use = ["generate", "Once upon", "--model", model, "--policy", "tova:12", "--profile", out, "--max-new-tokens", "3"]
     assert main([*use, "--json", "-q"]) == 0
-    assert json.loads(capsys.readouterr().out)["capacities"] == made["capacities"]
+    assert json.loads(capsys.readouterr().out)["capacities"] == profile_file["capacities"]
     assert main(["info", model, f"tova:16,profile={out}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["slots"] == [c + 1 for c in made["allocations"]["16"]]
+    assert json.loads(capsys.readouterr().out)["slots"] == [c + 1 for c in profile_file["allocations"]["16"]]
 
     use[use.index(model)] = saved(tmp_path / "other", layers=2)
     assert main([*use, "-q"]) == 2
@@ -79,10 +79,10 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
     assert tova["over_full"] <= 0.05 * facts["full_perplexity"] + 1e-3
     assert tova["batch"] >= tova["full_batch"] > 0
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "asked for: within 5 %" in said
-    assert [line.split(" ")[0] for line in said.splitlines()][4:8] == ["tova", "fade", "h2o", "window+4"]
-    assert "not timed here" in said
+    output = capsys.readouterr().out
+    assert "asked for: within 5 %" in output
+    assert [line.split(" ")[0] for line in output.splitlines()][4:8] == ["tova", "fade", "h2o", "window+4"]
+    assert "not timed here" in output
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_mistakes_are_told_in_one_line(
     short.write_text("One two three.")
     places = {"BOOK": book, "MODEL": model, "SHORT": str(short), "P": str(tmp_path / "p.json")}
     assert main([places.get(word, word) for word in command]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert reason in said[-1]
-    assert said[-1].startswith("msrnn: error: ")
+    output = capsys.readouterr().err.strip().splitlines()
+    assert reason in output[-1]
+    assert output[-1].startswith("msrnn: error: ")
 
 
 def test_the_bundled_model_is_advised_on_its_profile_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,9 @@ def test_it_says_what_a_request_takes(model, started, capsys):
     run(model(), "--policy", "tova:64", "--kv-cache-memory-bytes", "1Gi")
     rows, positions, slot, seen = 65 * 2 * 2 * 16 * 2, -(-65 * 8 // 64) * 64, 64, 64
     state, full = 2 * (rows + positions + slot + seen), 1000 * 2 * 2 * 2 * 16 * 2
-    said = capsys.readouterr().err
-    assert f"a request takes {state / 1024:.1f} KiB" in said
-    assert f"{2**30 // state:,} requests at once; a full cache {2**30 // full:,} of that length" in said
+    output = capsys.readouterr().err
+    assert f"a request takes {state / 1024:.1f} KiB" in output
+    assert f"{2**30 // state:,} requests at once; a full cache {2**30 // full:,} of that length" in output
 
 
 def test_fractions_are_of_the_served_length(model, started):
@@ -84,7 +84,7 @@ def test_a_profile_gives_every_layer_its_own(model, started, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, reason",
+    "extra, reason",
     [
         (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
         (["--speculative_config={}"], "speculative decoding takes tokens back"),
@@ -97,10 +97,10 @@ def test_a_profile_gives_every_layer_its_own(model, started, tmp_path):
         (["--max-model-len", "many"], "not a number"),
     ],
 )
-def test_options_that_do_not_go_with_a_state_are_refused(model, started, given, reason):
+def test_options_that_do_not_go_with_a_state_are_refused(model, started, extra, reason):
     commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
     serve.add(commands)
-    parsed = commands.choices["serve"].parse_args([model(), *given])
+    parsed = commands.choices["serve"].parse_args([model(), *extra])
     with pytest.raises(ValueError, match=reason):
         parsed.run(parsed)
     assert not started

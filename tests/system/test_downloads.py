@@ -1,4 +1,4 @@
-"""Where downloaded data is kept, and how pip's failures are told."""
+"""Where downloaded data is kept, and how pip's failures are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_cache_folder_is_the_users_unless_msrnn_cache_names_another(tmp_path
     assert cache_folder() == tmp_path / "mine"
 
 
-def test_pips_reason_is_told_in_one_line(tmp_path, monkeypatch) -> None:
+def test_pips_reason_is_one_line(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(Unavailable, match=r"pip download no-such-package==1\.0: .+") as caught:

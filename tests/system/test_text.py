@@ -12,11 +12,11 @@ from msrnn.system.text import read_blocks
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1 << 16])
 def test_blocks_join_to_the_text(tmp_path, size):
-    given = "日本語\r\nnaïve 🙂\x00 end\r"
-    (tmp_path / "text").write_bytes(given.encode())
-    assert "".join(read_blocks(tmp_path / "text", size)) == given
-    assert "".join(read_blocks(str(tmp_path / "text"), size)) == given
-    assert "".join(read_blocks(io.BytesIO(b"\xef\xbb\xbf" + given.encode()), size)) == given
+    text = "日本語\r\nnaïve 🙂\x00 end\r"
+    (tmp_path / "text").write_bytes(text.encode())
+    assert "".join(read_blocks(tmp_path / "text", size)) == text
+    assert "".join(read_blocks(str(tmp_path / "text"), size)) == text
+    assert "".join(read_blocks(io.BytesIO(b"\xef\xbb\xbf" + text.encode()), size)) == text
     assert list(read_blocks(io.BytesIO(b""), size)) == []
 
 

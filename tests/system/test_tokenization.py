@@ -56,26 +56,26 @@ def corpus() -> list[str]:
 
 def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
     """What SentencePiece models become in transformers: spaces are ▁, one stands before the text, <s> before all."""
-    made = Tokenizer(kinds.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(kinds.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     scheme = "never" if kind == "normalizer" else "always"
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind == "words")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind == "words")
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>", "<s>", *BYTES], show_progress=False)
-    made.train_from_iterator(corpus(), trainer)
+    tokenizer.train_from_iterator(corpus(), trainer)
     if kind == "normalizer":  # Llama 2: no splitting at all, merges may cross words
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        made.pre_tokenizer = None
-    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", unk_token="<unk>")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = None
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    made = Tokenizer(kinds.Unigram())
-    made.normalizer, made.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    tokenizer = Tokenizer(kinds.Unigram())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.UnigramTrainer(vocab_size=300, unk_token="<unk>", special_tokens=special, show_progress=False)
-    made.train_from_iterator(corpus(), trainer)
-    made.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
 def bundled() -> Any:
@@ -84,12 +84,12 @@ def bundled() -> Any:
 
 def llama3() -> Any:
     """Words split as Llama 3 does, where a newline may belong to what stands before it; accents are composed."""
-    made = bundled()
+    tokenizer = bundled()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     splits = [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), byte_level]
-    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    made.backend_tokenizer.normalizer = normalizers.NFC()
-    return made
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
 
 
 MAKERS = {
@@ -107,13 +107,13 @@ def tokenizers() -> dict[str, Any]:
     return {name: make() for name, make in MAKERS.items()}
 
 
-def whole(tokenizer: Any, given: str) -> list[int]:
-    ids: list[int] = tokenizer(given, verbose=False)["input_ids"]
+def whole(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     return ids
 
 
-def blocks(given: str, size: int) -> Iterator[str]:
-    return (given[i : i + size] for i in range(0, len(given), size))
+def blocks(text: str, size: int) -> Iterator[str]:
+    return (text[i : i + size] for i in range(0, len(text), size))
 
 
 def nasty(seed: int, runs: int) -> str:
@@ -128,18 +128,18 @@ def nasty(seed: int, runs: int) -> str:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_nasty_texts(tokenizers, name, seed):
-    given = nasty(seed, runs=100 if name == "unigram" else 2500)
-    want = whole(tokenizers[name], given)
+    text = nasty(seed, runs=100 if name == "unigram" else 2500)
+    expected = whole(tokenizers[name], text)
     for size, segment in ((100, 300), (5000, 2000)):
-        assert list(stream_tokens(tokenizers[name], blocks(given, size), segment=segment)) == want
+        assert list(stream_tokens(tokenizers[name], blocks(text, size), segment=segment)) == expected
 
 
 @given(st.lists(st.tuples(st.sampled_from(NASTY), st.integers(1, 30)), min_size=30, max_size=120), st.integers(1, 900))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_with_tight_margins(tokenizers, tight, parts, size):
-    given = "".join(bit * often for bit, often in parts)
+    text = "".join(bit * repeats for bit, repeats in parts)
     for name in ("bundled", "words"):
-        assert list(stream_tokens(tokenizers[name], blocks(given, size), segment=40)) == whole(tokenizers[name], given)
+        assert list(stream_tokens(tokenizers[name], blocks(text, size), segment=40)) == whole(tokenizers[name], text)
 
 
 @pytest.fixture
@@ -150,25 +150,25 @@ def tight(monkeypatch):
 @pytest.mark.parametrize("name", ["bundled", "normalizer"])
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "日本語", "0123456789", "xyzzy"])
 def test_one_enormous_line(tokenizers, name, unit):
-    given = unit * (40_000 // len(unit))
-    assert list(stream_tokens(tokenizers[name], [given])) == whole(tokenizers[name], given)
+    text = unit * (40_000 // len(unit))
+    assert list(stream_tokens(tokenizers[name], [text])) == whole(tokenizers[name], text)
 
 
 def test_an_ordinary_text_as_it_is_used(tokenizers):
-    given = "".join(
-        f"{file.read_text()}\r\n" for file in sorted(Path(tokenization.__file__).parents[1].glob("*/*.py"))
-    )[:70_000]
+    text = "".join(f"{file.read_text()}\r\n" for file in sorted(Path(tokenization.__file__).parents[1].glob("*/*.py")))[
+        :70_000
+    ]
     for name in ("bundled", "words"):
-        assert list(stream_tokens(tokenizers[name], blocks(given, 1 << 16))) == whole(tokenizers[name], given)
+        assert list(stream_tokens(tokenizers[name], blocks(text, 1 << 16))) == whole(tokenizers[name], text)
 
 
 def test_special_tokens_stand_at_the_ends_only(tokenizers):
-    given = "the cat sat on a mat\n" * 300
-    got = list(stream_tokens(tokenizers["unigram"], [given], segment=500))
-    assert (got[0], got[-1]) == (1, 2)
-    assert not {1, 2} & set(got[1:-1])
-    plain = list(stream_tokens(tokenizers["unigram"], [given], segment=500, special=False))
-    assert plain == got[1:-1]
+    text = "the cat sat on a mat\n" * 300
+    ids = list(stream_tokens(tokenizers["unigram"], [text], segment=500))
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert not {1, 2} & set(ids[1:-1])
+    plain = list(stream_tokens(tokenizers["unigram"], [text], segment=500, special=False))
+    assert plain == ids[1:-1]
     assert list(stream_tokens(tokenizers["unigram"], [])) == whole(tokenizers["unigram"], "") == [1, 2]
 
 
