@@ -1,0 +1,572 @@
+"""Runs and their queue: one worker thread computes, first come first served; pages only watch.
+
+A run keeps every message it has published, so a page that reloads or comes late catches up from the beginning. A run
+that nobody watches any more is stopped and dropped after a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..policy import parse, plan, profile_path, read_profile, split_profile
+from .ask import Answer, by_attention, by_words
+from .reading import MAX_TOKENS, MODEL, PIECE, TEMPLATE, TEXT, USER, Message, Reading
+from .tokens import TokenText, encode_text, template
+
+GRACE = 10.0  # seconds that a run outlives its last page: a reload takes less
+HOLD = 600.0  # the same for a page that has told that it is in the background
+REPLY = 256  # tokens of a chat's answer at most
+NICE = 2  # the worker yields to the browser a little; much more would starve it on a busy machine
+
+
+class Refused(ValueError):
+    """Input that cannot be used; the message is for the page."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server gives to all its pages."""
+
+    tokens: int = MAX_TOKENS
+    characters: int = 1_000_000
+    capacity: int = 16_384
+    policies: int = 2
+    runs: int = 8
+    full_tokens: int = 8_192  # full attention reads no further: its cache and time grow
+    question: int = 2_000  # characters
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a page asked for."""
+
+    kind: str  # "text" or "chat"
+    text: str
+    policies: tuple[str, ...]
+    full: bool
+    model: str | None
+    speed: float | None  # tokens per second, None: as fast as it goes
+
+    @classmethod
+    def parse(cls, request: Any, limits: Limits, profiles: tuple[str, ...]) -> Settings:
+        """From a page's JSON; refuses what no model could run."""
+        if not isinstance(request, dict):
+            raise Refused("the request is not a JSON object")
+        kind, text = request.get("kind", "text"), request.get("text", "")
+        if kind not in ("text", "chat"):
+            raise Refused(f"unknown kind of run {kind!r}; allowed: text, chat")
+        if kind == "text":
+            check_text(text, limits)
+        policies = request.get("policies")
+        if not isinstance(policies, list) or not 1 <= len(policies) <= limits.policies:
+            raise Refused(f"give one or {limits.policies} policies")
+        for policy in policies:
+            check_policy(policy, limits, profiles)
+        model = request.get("model")
+        if model is not None and (not isinstance(model, str) or len(model) > 300):
+            raise Refused("a model is the name of a hub model, a folder or a .gguf file")
+        full = bool(request.get("full", True))
+        return cls(kind, text if kind == "text" else "", tuple(policies), full, model or None, speed_of(request))
+
+
+def speed_of(request: dict[str, Any]) -> float | None:
+    speed = request.get("speed")
+    if speed is None:
+        return None
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0.1 <= speed <= 1e6:
+        raise Refused(f"speed is {speed!r}; it must lie from 0.1 to 1,000,000 tokens per second")
+    return float(speed)
+
+
+def check_text(text: Any, limits: Limits) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise Refused("there is no text to read; paste some, drop a file, or press “Use the example”")
+    if len(text) > limits.characters:
+        raise Refused(
+            f"the text has {len(text):,} characters, the playground takes {limits.characters:,}; "
+            "cut it, or read it all with `msrnn trace`"
+        )
+    strange = sum(letter < " " and letter not in "\t\n\r\f\v" for letter in text) + text.count("\ufffd")
+    if "\x00" in text or strange > 0.01 * len(text):
+        raise Refused("this is not text but binary data; give a plain text file in UTF-8")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise Refused("this text has broken characters (lone surrogates); save it as UTF-8 and try again")
+
+
+def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...]) -> None:
+    """Refuse a policy that cannot run, or one that would take the whole memory."""
+    if not isinstance(text, str) or len(text) > 200:
+        raise Refused("a policy is a short text such as tova:256")
+    kind, profile = split_profile(text)
+    if profile is not None and profile not in profiles:
+        known = ", ".join(profiles) or "none"
+        raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
+    if profile is not None:
+        plan(text, len(read_profile(profile_path(profile))))
+        return
+    capacity = parse(kind, length=limits.tokens, slot_bytes=1 << 20).capacity
+    if capacity is None:
+        raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
+    if capacity > limits.capacity:
+        raise Refused(f"{text!r}: a capacity of {capacity:,} is more than the {limits.capacity:,} allowed here")
+
+
+class Models:
+    """The loaded model, and the one before it. Used by the worker thread only."""
+
+    def __init__(self, load: Callable[[str | None], tuple[Any, Any]]) -> None:
+        self._load = load
+        self._loaded: dict[str | None, tuple[Any, Any]] = {}
+
+    def get(self, name: str | None) -> tuple[Any, Any]:
+        if name not in self._loaded:
+            model = self._load(name)
+            while len(self._loaded) > 1:
+                self._loaded.pop(next(iter(self._loaded)))
+            self._loaded[name] = model
+        return self._loaded[name]
+
+
+@dataclass
+class Run:
+    """One text or chat, from the request to the last message. `changed` guards everything that pages see."""
+
+    settings: Settings
+    limits: Limits
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
+    log: list[str] = field(default_factory=list)  # published messages, "event\ndata"
+    state: str = "queued"
+    error: str = ""
+    place: int = 0
+    paused: bool = False
+    steps: int = 0  # single steps asked for while paused
+    speed: float | None = None
+    viewers: int = 0
+    lease: float = field(default_factory=lambda: time.monotonic() + 3 * GRACE)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.speed = self.settings.speed
+        self.reading: Reading | None = None
+        self.asks: deque[str] = deque()
+        self.says: deque[str] = deque()
+        self._job: Iterator[None] | None = None
+        self._pending: deque[tuple[int, int]] = deque()  # token ids and their kinds
+        self._texts: list[str] = []
+        self._kinds: list[int] = []
+        self._due = 0.0
+        self._rate: deque[tuple[float, int]] = deque(maxlen=12)
+        self._answers = 0
+
+    # what pages do
+
+    def watch(self) -> None:
+        with self.changed:
+            self.viewers += 1
+
+    def unwatch(self) -> None:
+        with self.changed:
+            self.viewers -= 1
+            self.lease = time.monotonic() + GRACE
+
+    def hold(self, seconds: float) -> None:
+        with self.changed:
+            self.lease = time.monotonic() + seconds
+
+    def abandoned(self) -> bool:
+        return self.viewers == 0 and time.monotonic() > self.lease
+
+    def control(self, request: Any) -> None:
+        """Act on what a page asked for."""
+        action = request.get("action") if isinstance(request, dict) else None
+        with self.changed:
+            if action in ("play", "pause"):
+                self.paused, self.steps, self._due = action == "pause", 0, 0.0
+            elif action == "step":
+                self.paused, self.steps = True, min(self.steps + 1, 64)
+            elif action == "speed":
+                self.speed, self._due = speed_of(request), 0.0
+            elif action in ("ask", "say"):
+                self._question(request.get("text"), action)
+            elif action in ("hold", "leave"):
+                self.lease = time.monotonic() + (HOLD if action == "hold" else GRACE)
+            else:
+                raise Refused(f"unknown action {action!r}")
+            self._touch()
+
+    def _question(self, text: Any, action: str) -> None:
+        if not isinstance(text, str) or not text.strip():
+            raise Refused("there is nothing to ask; type a question first")
+        if len(text) > self.limits.question:
+            raise Refused(f"the question has {len(text):,} characters; {self.limits.question:,} are allowed")
+        if self.finished and self.state != "done":
+            raise Refused("this run has ended; start another one")
+        if len(self.asks) + len(self.says) > 3:
+            raise Refused("several questions are waiting already; wait for their answers")
+        if action == "ask":
+            if self.reading is None or self.reading.seen == 0:
+                raise Refused("nothing has been read yet; press play first")
+            self.asks.append(text.strip())
+        elif self.settings.kind != "chat":
+            raise Refused("this run reads a text; ask about it instead")
+        else:
+            self.says.append(text.strip())
+
+    # what the worker does
+
+    @property
+    def finished(self) -> bool:
+        return self.state in ("done", "failed", "stopped")
+
+    def runnable(self, now: float) -> bool:
+        if self.state in ("failed", "stopped"):
+            return False
+        if self.reading is None or self._job is not None or self.asks or self.says:
+            return True
+        return bool(self._pending) and (self.steps > 0 if self.paused else now >= self._due)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it wants the worker, now or after a short delay."""
+        return self.runnable(float("inf"))
+
+    def work(self, models: Models) -> None:
+        """One unit of work: about a piece, so that pauses and other runs wait no longer."""
+        if self.reading is None:
+            self._prepare(models)
+        elif self._job is not None:
+            if next(self._job, self) is self:
+                self._job = None
+        elif self.asks:
+            self._job = self._ask(self.asks.popleft())
+        elif self.says and not self._pending:
+            self._job = self._reply(self.says.popleft())
+        else:
+            self._read()
+        self._settle()
+
+    def _settle(self) -> None:
+        """The state that pages are told."""
+        with self.changed:
+            if self._job is not None or self.asks or self.says:
+                state = "answering"
+            elif self._pending:
+                state = "paused" if self.paused and not self.steps else "reading"
+            else:
+                state = "ready" if self.settings.kind == "chat" else "done"
+            if state != self.state:
+                self.state = state
+                self._touch()
+
+    def _prepare(self, models: Models) -> None:
+        self.set_state("loading")
+        self.model, self.tokenizer = models.get(self.settings.model)
+        self.turns = template(self.tokenizer)
+        self.decode = TokenText(self.tokenizer)
+        self.ends = _ends(self.model, self.tokenizer)
+        if self.settings.kind == "chat" and self.turns is None:
+            raise Refused("this model has no chat template; read a text with it, or choose an instruct model")
+        prefix = self.turns.first_prefix if self.turns else ""
+        self._queue(encode_text(self.tokenizer, prefix, special=not prefix), TEMPLATE)
+        if self.settings.kind == "text":
+            self._queue(encode_text(self.tokenizer, self.settings.text), TEXT)
+        total = len(self._pending)
+        if total > self.limits.tokens:
+            raise Refused(
+                f"the text has {total:,} tokens, the playground reads {self.limits.tokens:,} at most; cut it, or read "
+                "it all with `msrnn trace`"
+            )
+        context = getattr(self.model.config, "max_position_embeddings", None) or self.limits.full_tokens
+        full = min(self.limits.full_tokens, context) if self.settings.full else 0
+        length = total if self.settings.kind == "text" else None
+        reading = Reading.start(self.model, self.settings.policies, length=length, full_tokens=full)
+        meta = reading.describe(self.settings.policies) | {"kind": self.settings.kind, "total": total, "id": self.id}
+        self.publish("meta", meta)
+        self.reading = reading
+
+    def _queue(self, ids: list[int], kind: int) -> None:
+        self._pending.extend((token, kind) for token in ids)
+
+    def _read(self) -> None:
+        """One piece of the text, no larger than the speed asks for; a single token where a step was asked for."""
+        size = PIECE if self.speed is None else max(1, min(PIECE, round(self.speed / 4)))
+        kind = self._pending[0][1]
+        if kind == TEMPLATE:
+            size = PIECE
+        elif self.paused:
+            size, self.steps = 1, self.steps - 1
+        ids: list[int] = []
+        while self._pending and len(ids) < size and self._pending[0][1] == kind:
+            ids.append(self._pending.popleft()[0])
+        now = time.monotonic()
+        if self.speed is not None and not self.paused:
+            self._due = max(self._due, now - 1) + len(ids) / self.speed
+        self._feed(ids, kind)
+
+    def _feed(self, ids: list[int], kind: int) -> None:
+        assert self.reading is not None
+        texts = [self.decode(token) for token in ids]
+        message = self.reading.feed(ids, texts, kind)
+        self._texts += texts
+        self._kinds += [kind] * len(ids)
+        self._rate.append((time.monotonic(), len(ids)))
+        self.publish("piece", message)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over the last pieces."""
+        if len(self._rate) < 2:
+            return 0.0
+        seconds = self._rate[-1][0] - self._rate[0][0]
+        return sum(count for _, count in list(self._rate)[1:]) / max(seconds, 1e-6)
+
+    def _ask(self, question: str) -> Iterator[None]:
+        """Every lane answers; then the sources."""
+        assert self.reading is not None
+        reading, number = self.reading, self._answers
+        self._answers += 1
+        self.publish("question", {"number": number, "text": question, "seen": reading.seen})
+        suffix = self.turns.suffix if self.turns else "\nAnswer:"
+        ids = encode_text(self.tokenizer, f"\n\n{question}{suffix}")
+        whole = reading.full is not None and reading.full.seen == reading.seen
+        lanes = [*reading.lanes, *([reading.full] if whole and reading.full else [])]
+        sources, said = None, ""
+        for lane in lanes:
+            answer, decode = Answer.of(lane, self.ends, attention=lane is reading.full), TokenText(self.tokenizer)
+            for token in answer.tokens(ids):
+                text = decode(token)
+                said += text
+                self.publish("answer", {"number": number, "lane": lane.name, "text": text})
+                yield
+            said += "\n"
+            self.publish("answer", {"number": number, "lane": lane.name, "text": "", "done": True})
+            if answer.attention is not None:
+                readable = [kind != TEMPLATE and place > 3 for place, kind in enumerate(self._kinds[: reading.seen])]
+                sources = by_attention(answer.attention, readable)
+        found = "attention" if sources is not None else "words"
+        sources = by_words(self._texts, f"{question} {said}") if sources is None else sources
+        self.publish("sources", {"number": number, "by": found, "passages": sources})
+
+    def _reply(self, message: str) -> Iterator[None]:
+        """The first policy answers a chat message; all lanes read the same conversation."""
+        assert self.reading is not None
+        assert self.turns is not None
+        before = self.turns.next_prefix if self._kinds and self._kinds[-1] == MODEL else ""
+        parts = ((before, TEMPLATE), (message, USER), (self.turns.suffix, TEMPLATE))
+        queue = [(encode_text(self.tokenizer, text), kind) for text, kind in parts if text]
+        if self.reading.seen + sum(len(ids) for ids, _ in queue) + REPLY > self.limits.tokens:
+            raise Refused(f"the conversation has reached the {self.limits.tokens:,} tokens that the playground reads")
+        for ids, kind in queue:
+            for start in range(0, len(ids), PIECE):
+                self._feed(ids[start : start + PIECE], kind)
+                yield
+        for _ in range(REPLY):
+            logits = self.reading.lanes[0].logits
+            assert logits is not None
+            token = int(logits.argmax())
+            if token in self.ends:
+                break
+            self._feed([token], MODEL)
+            yield
+
+    # messages
+
+    def publish(self, event: str, message: Message) -> None:
+        text = f"{event}\n{json.dumps(message, ensure_ascii=False, separators=(',', ':'))}"
+        with self.changed:
+            self.log.append(text)
+            self._touch()
+
+    def status(self) -> Message:
+        pending = len(self._pending)
+        seen = self.reading.seen if self.reading else 0
+        return {
+            "state": self.state, "error": self.error, "place": self.place, "paused": self.paused, "seen": seen,
+            "left": pending, "rate": round(self.rate, 1), "speed": self.speed,
+        }  # fmt: skip
+
+    def set_state(self, state: str, error: str = "") -> None:
+        with self.changed:
+            self.state, self.error = state, error
+            self._touch()
+
+    def refuse(self, reason: str) -> None:
+        """Give up what was asked for last; what was read stays."""
+        self._job = None
+        self.publish("notice", {"text": reason})
+        self._settle()
+
+    def stop(self) -> None:
+        """Ends it and frees its states; nothing is published any more."""
+        with self.changed:
+            self.state = "stopped"
+            self._touch()
+
+    def _touch(self) -> None:
+        self.version += 1
+        self.changed.notify_all()
+
+    def recording(self) -> Message:
+        """Everything published so far, for `export`."""
+        with self.changed:
+            messages = [entry.split("\n", 1) for entry in self.log]
+        recording: Message = {"meta": None, "pieces": [], "answers": [], "slots": None}
+        for event, data in messages:
+            message = json.loads(data)
+            if event == "meta":
+                recording["meta"] = message
+            elif event == "piece":
+                recording["pieces"].append(message)
+            else:
+                recording["answers"].append([event, message])
+        if recording["meta"] is None or not recording["pieces"]:
+            raise Refused("nothing has been read yet; press play first")
+        reading = self.reading
+        if reading is not None:
+            layers = range(len(recording["meta"]["layers"]))
+            recording["slots"] = [[lane.slots(layer) for layer in layers] for lane in reading.lanes]
+        return recording
+
+
+class Scheduler:
+    """The queue and its worker thread."""
+
+    def __init__(self, load: Callable[[str | None], tuple[Any, Any]], limits: Limits, model: str | None = None) -> None:
+        self.limits, self.model = limits, model
+        self.models = Models(load)
+        self.runs: dict[str, Run] = {}
+        self.model_error = ""
+        self.model_ready = False
+        self._lock = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="msrnn-play", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for run in self.runs.values():
+                run.stop()
+            self._lock.notify_all()
+        self._thread.join(timeout=30)
+
+    def submit(self, settings: Settings) -> Run:
+        with self._lock:
+            if len(self.runs) >= self.limits.runs:
+                raise Refused(
+                    f"{len(self.runs)} runs are open, which is the limit here; close a tab and wait {GRACE:.0f} seconds"
+                )
+            run = Run(settings, self.limits)
+            self.runs[run.id] = run
+            self._places()
+            self._lock.notify_all()
+        return run
+
+    def get(self, id: str) -> Run | None:
+        return self.runs.get(id)
+
+    def control(self, run: Run, request: Any) -> None:
+        run.control(request)
+        with self._lock:
+            if isinstance(request, dict) and request.get("action") == "play" and run.id in self.runs:
+                self.runs[run.id] = self.runs.pop(run.id)  # who paused goes to the end of the queue
+            self._places()
+            self._lock.notify_all()
+
+    def drop(self, run: Run) -> None:
+        run.stop()
+        with self._lock:
+            self.runs.pop(run.id, None)
+            self._places()
+            self._lock.notify_all()
+
+    def _loop(self) -> None:
+        _leave_room()
+        self._preload()
+        while not self._closed:
+            run = self._next()
+            if run is not None:
+                self._work(run)
+
+    def _preload(self) -> None:
+        """Load the model before anybody asks, and keep what went wrong for the page."""
+        try:
+            self.models.get(self.model)
+        except Exception as error:
+            self.model_error = _one_line(error)
+        self.model_ready = True
+
+    def _next(self) -> Run | None:
+        """The first run of the queue that has something to do now; None after a while."""
+        with self._lock:
+            for run in [run for run in self.runs.values() if run.abandoned()]:
+                run.stop()
+                del self.runs[run.id]
+            self._places()
+            now = time.monotonic()
+            run = next((run for run in self.runs.values() if run.runnable(now)), None)
+            if run is None:
+                busy = any(run.waiting for run in self.runs.values())
+                self._lock.wait(0.02 if busy else 0.5)
+            return run
+
+    def _places(self) -> None:
+        """Tell every waiting run how many stand before it."""
+        before = 0
+        for run in self.runs.values():
+            place = before if run.waiting else 0
+            before += run.waiting
+            if place != run.place:
+                with run.changed:
+                    run.place = place
+                    run._touch()
+
+    def _work(self, run: Run) -> None:
+        try:
+            run.work(self.models)
+        except Exception as error:
+            if isinstance(error, Refused) and run.reading is not None:
+                run.refuse(str(error))
+                return
+            if not isinstance(error, ValueError | OSError | MemoryError):
+                traceback.print_exc(file=sys.stderr)
+            run.reading = None
+            run.set_state("failed", _one_line(error))
+
+
+def _leave_room() -> None:
+    """The browser shares the cores with this thread: one core stays free for it, and it goes first.
+
+    On two cores, two threads that wait for each other at every operation are slower beside a busy browser than one.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
+    if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    return frozenset(int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600] or type(error).__name__
