@@ -1,8 +1,9 @@
-"""The Triton step, interpreted on the CPU, equals the plain one over many tokens: state, slots, scores and outputs."""
+"""The Triton step, interpreted on the CPU, equals the plain one over many tokens: slots, scores, gains and outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from msrnn.core.attention import Attention
-from msrnn.core.slots import State
-from msrnn.kernels.torch import step as eager_step
-from msrnn.policy import parse
+from msrnn.core.slots import Slots
+from msrnn.kernels.torch import step as torch_step
+from msrnn.policy import parse_policy
 from tests.support.interpreted import INTERPRETED, run_cases
 
 if INTERPRETED:
-    from msrnn.kernels.triton import step as gpu_step
+    from msrnn.kernels.triton import step as triton_step
 
 
 def test_interpreted() -> None:
@@ -24,56 +25,46 @@ def test_interpreted() -> None:
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def poisoned() -> Iterator[None]:
-    """NaN in all memory that is fresh."""
+def nan_in_fresh_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     yield
-    gpu_step._cut.cache_clear()
+    triton_step._cut.cache_clear()
     torch.use_deterministic_algorithms(False)
 
 
-def steps(text: str, attention: Attention, shape: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> None:
-    """Both go on from a state that is almost full, each with its own; a row is inactive now and then."""
-    policy, (batch, heads, kv_heads) = parse(text), shape
-    length, made = (policy.capacity or 7) + 3, torch.Generator().manual_seed(len(text))
-    query = 3 * torch.randn(length, batch, heads, 20, generator=made, dtype=dtype)
-    key, value = (torch.randn(length, batch, kv_heads, n, generator=made, dtype=dtype) for n in (20, 12))
-    share = heads // kv_heads if policy.scope == "query_head" else 1
-    key, value = key.repeat_interleave(share, 2), value.repeat_interleave(share, 2)
-    one = State.empty(policy, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), heads, attention.window)
+def compare(text: str, attention: Attention, shape: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> None:
+    """shape: batch, heads, KV heads. Both go on from slots that are almost full; a row is idle now and then."""
+    policy, (batch, heads, kv_heads) = parse_policy(text), shape
+    length, generator = (policy.capacity or 7) + 3, torch.Generator().manual_seed(len(text))
+    query = 3 * torch.randn(length, batch, heads, 20, generator=generator, dtype=dtype)
+    key, value = (torch.randn(length, batch, kv_heads, n, generator=generator, dtype=dtype) for n in (20, 12))
+    one = Slots.empty(policy, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), heads, attention.window)
     if policy.capacity is None:  # as few slots as will be needed, and one
-        one.keys, one.values, one.positions = (
-            rows[:, :, :10].clone() for rows in (one.keys, one.values, one.positions)
-        )
-    slot = torch.zeros(one.positions.shape[:2], dtype=torch.int64)
+        one = replace(one, **{name: getattr(one, name)[:, :, :10].clone() for name in ("keys", "values", "positions")})
     for t in range(length - 4):
-        advance(eager_step.step, one, slot, one.seen.clone(), query[t], key[t], value[t], policy, attention)
-    two, other = one.fork(), slot.clone()
+        torch_step.step(one, query[t], *one.expand(key[t], value[t]), policy, attention)
+        one.seen += 1
+    two = one.fork()
     for t in range(length - 4, length):
-        seen = torch.where(torch.rand(batch, generator=made) < 0.1, -1, one.seen)
-        want = advance(eager_step.step, one, slot, seen, query[t], key[t], value[t], policy, attention)
-        got = advance(gpu_step.step, two, other, seen, query[t], key[t], value[t], policy, attention)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-3)
-        assert torch.equal(slot, other), f"token {t}"
-        same(one, two)
+        seen = torch.where(torch.rand(batch, generator=generator) < 0.1, -1, one.seen)
+        new = (query[t], *one.expand(key[t], value[t]))
+        expected = torch_step.step(replace(one, seen=seen), *new, policy, attention)
+        output = triton_step.step(replace(two, seen=seen), *new, policy, attention)
+        one.seen += seen >= 0
+        two.seen += seen >= 0
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-3)
+        assert_same(one, two)
 
 
-def advance(step: Any, state: State, slot: Tensor, seen: Tensor, *rest: Any) -> Tensor:
-    """`rest`: query, key, value, policy, attention."""
-    held = (state.keys, state.values, state.positions, state.scores, slot, seen)
-    out: Tensor = step(*rest[:3], *held, *rest[3:])
-    if len(seen) == len(state.seen):
-        state.seen += seen >= 0
-    return out
-
-
-def same(one: State, two: State) -> None:
+def assert_same(one: Slots, two: Slots) -> None:
     for name, tensor in one.tensors().items():
         other: Tensor = two.tensors()[name]
-        if name == "scores":  # what an empty slot has scored means nothing
+        if name == "scores":  # the score of an empty slot means nothing
             tensor, other = (scores.masked_fill(one.positions < 0, 0) for scores in (tensor, other))
-        torch.testing.assert_close(other, tensor, rtol=0, atol=1e-9 if tensor.dtype == torch.float64 else 1e-5)
+        torch.testing.assert_close(
+            other, tensor, rtol=0, atol=1e-9 if tensor.dtype == torch.float64 else 1e-5, msg=name
+        )
 
 
 POLICIES = (
@@ -94,92 +85,142 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "wide window": {"window": 9},
 }
-
+GAINS = (  # two query heads share a KV head, and so its gain
+    ("tova:6,gain=value_norm", "plain"),
+    ("tova+1:6,last=2,gain=value_norm", "wide window"),
+    ("tova:6,momentum=0.5,gain=value_norm", "softcap, sinks"),
+    ("h2o:7,gain=value_norm", "softcap, sinks"),
+    ("h2o:6,gain=value_norm", "wide window"),
+    ("tova-head:5,gain=value_norm", "plain"),
+    ("tova-query-head:5,gain=value_norm", "wide window"),
+    ("window:5,gain=value_norm", "plain"),
+)
 
 PAIRS = [(policy, list(ATTENTION)[(i + j) % 4]) for i, policy in enumerate(POLICIES) for j in range(2)]
 
 
-@pytest.mark.parametrize("policy, attention", PAIRS)
-def case_equals_eager(policy: str, attention: str) -> None:
-    steps(policy, Attention(0.4, **ATTENTION[attention]), (2 if attention == "plain" else 1, 4, 2))
+@pytest.mark.parametrize("text, kind", [*PAIRS, *GAINS])
+def case_equals_torch(text: str, kind: str) -> None:
+    compare(text, Attention(0.4, **ATTENTION[kind]), (2 if kind == "plain" else 1, 4, 2))
 
 
 def case_a_window_of_one_has_a_single_slot() -> None:
-    steps("tova:3", Attention(0.4, window=1), (1, 2, 2))
+    compare("tova:3", Attention(0.4, window=1), (1, 2, 2))
 
 
-@pytest.mark.parametrize("policy", ["h2o:7", "tova-query-head:9", "window+2:6"])
-def case_states_that_lie_anywhere(policy: str) -> None:
-    """Two of four states, with room between them: as plain PyTorch leaves them, and nobody else is touched."""
-    made, how, rows = parse(policy), Attention(0.4), torch.tensor([3, 1])
-    query, key, value = (torch.randn(12, 2, n, 20, dtype=torch.float64) for n in (4, 4, 4))
-    if made.scope != "query_head":
-        key, value = key[:, :, :2], value[:, :, :2]
-    like = key.new_zeros(4, key.shape[2], 1, 20)
-    one = State.empty(made, like, like, 4)
-    slot, seen = torch.zeros(*one.positions.shape[:2], dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    two = one._map(apart)
-    other, two.seen = apart(slot), one.seen
+SCATTERED = ("h2o:7", "tova-query-head:9", "window+2:6", "h2o-layer:7,gain=value_norm")
+
+
+@pytest.mark.parametrize("text", SCATTERED)
+def case_scattered_states(text: str) -> None:
+    """Two of four states, with gaps between them: as plain PyTorch leaves them, and no other is touched."""
+    policy, attention, rows = parse_policy(text), Attention(0.4), torch.tensor([3, 1])
+    query, key, value = (torch.randn(12, 2, n, 20, dtype=torch.float64) for n in (4, 2, 2))
+    like = key.new_zeros(4, 2, 1, 20)
+    one = Slots.empty(policy, like, like, 4)
+    two = one._map(with_gaps)
     for t in range(12):
-        want = advance(eager_step.step, one, slot, seen + t, query[t], key[t], value[t], made, how, rows)
-        held = (two.keys, two.values, two.positions, two.scores, other, seen + t)
-        got = gpu_step.step(query[t], key[t], value[t], *held, made, how, rows)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
-        assert torch.equal(slot, other)
-        same(one, two)
+        new, seen = (query[t], *one.expand(key[t], value[t])), torch.full((2,), t)
+        expected = torch_step.step(replace(one, rows=rows, seen=seen), *new, policy, attention)
+        output = triton_step.step(replace(two, rows=rows, seen=seen), *new, policy, attention)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-9)
+        assert_same(one, two)
 
 
-def apart(tensor: Tensor) -> Tensor:
+def with_gaps(tensor: Tensor) -> Tensor:
     """The same numbers in memory where every row is followed by something else."""
-    room = torch.full((len(tensor), tensor[0].numel() + 5), 77, dtype=tensor.dtype)[:, : tensor[0].numel()]
-    return room.view(tensor.shape).copy_(tensor)
+    memory = torch.full((len(tensor), tensor[0].numel() + 5), 77, dtype=tensor.dtype)[:, : tensor[0].numel()]
+    return memory.view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("policy, dtype", [("tova:6", torch.float16), ("h2o:20", torch.float32)])
-def case_narrow(policy: str, dtype: torch.dtype) -> None:
-    steps(policy, Attention(0.4), (1, 4, 2), dtype)
+@pytest.mark.parametrize("rows, place", [((1, 4, -1), None), ((0, 1, 1 << 40), None), (None, 8), (None, 1 << 40)])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:7,gain=value_norm"])
+def case_out_of_range_is_idle(text: str, rows: tuple[int, ...] | None, place: int | None) -> None:
+    """A row or a next slot that points outside: its output is 0, nothing outside changes, the others go on."""
+    policy, attention = parse_policy(text), Attention(0.4)
+    query, key, value = (torch.randn(10, 4, n, 20, dtype=torch.float64) for n in (4, 2, 2))
+    states = Slots.empty(policy, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 4)
+    for t in range(9):
+        torch_step.step(states, query[t], key[t], value[t], policy, attention)
+        states.seen += 1
+    one = states._map(guarded)
+    new = [tensor[9] for tensor in (query, key, value)]
+    if rows is not None:
+        new = [tensor[:3] for tensor in new]
+        one = replace(one, rows=torch.tensor(rows), seen=torch.full((3,), 9))
+    if place is not None:
+        one.next[2] = place
+    two = replace(one._map(guarded), rows=one.rows)
+    expected = torch_step.step(one, *new, policy, attention)
+    output = triton_step.step(two, *new, policy, attention)
+    assert not output[2].any()
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-9)
+    assert_same(one, two)
+    for tensor in two.tensors().values():
+        memory = tensor._base
+        assert memory is not None
+        assert (memory[0] == 77).all()
+        assert (memory[-1] == 77).all()
 
 
-@pytest.mark.parametrize("policy, heads", [("tova:40", (3, 1)), ("h2o:18", (2, 2)), ("window:34", (2, 2))])
-def case_shares_of_a_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "_FEW", (32, 4, 8))
-    monkeypatch.setattr(gpu_step, "_GROUPED", (32, 4, 8))
-    steps(policy, Attention(0.4), (1, *heads))
+def guarded(tensor: Tensor) -> Tensor:
+    """The same numbers, between two rows that nobody may write to."""
+    memory = torch.full((len(tensor) + 2, *tensor.shape[1:]), 77, dtype=tensor.dtype)
+    memory[1:-1] = tensor
+    return memory[1:-1]
 
 
-@pytest.mark.parametrize("policy, heads", [("tova:40", (1, 1)), ("tova-head:17", (4, 2))])
-def case_one_program_per_head(policy: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "_ENOUGH", 0)
+@pytest.mark.parametrize(
+    "text, dtype",
+    [("tova:6", torch.float16), ("h2o:20", torch.float32), ("h2o-layer:12,gain=value_norm", torch.float32)],
+)
+def case_low_precision(text: str, dtype: torch.dtype) -> None:
+    compare(text, Attention(0.4), (1, 4, 2), dtype)
+
+
+@pytest.mark.parametrize(
+    "text, heads",
+    [("tova:40", (3, 1)), ("h2o:18", (2, 2)), ("window:34", (2, 2)), ("tova:40,gain=value_norm", (4, 2))],
+)
+def case_the_slots_of_a_head_are_split(text: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step, "_FEW", (32, 4, 8))
+    monkeypatch.setattr(triton_step, "_GROUPED", (32, 4, 8))
+    compare(text, Attention(0.4), (1, *heads))
+
+
+@pytest.mark.parametrize("text, heads", [("tova:40", (1, 1)), ("tova-head:17", (4, 2))])
+def case_one_program_per_head(text: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step, "_ENOUGH", 0)
     for kind in ("_GROUPED", "_MANY"):
-        monkeypatch.setattr(gpu_step, kind, (32, 4, 0))
-    steps(policy, Attention(0.4), (1, *heads))
+        monkeypatch.setattr(triton_step, kind, (32, 4, 0))
+    compare(text, Attention(0.4), (1, *heads))
 
 
-@pytest.mark.parametrize("policy, notes", [("tova:20", 2), ("h2o:18", 2), ("window:17", 0)])
-def case_decided_beside_the_model(policy: str, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text, notes", [("tova:20", 2), ("h2o:18", 2), ("h2o:18,gain=value_norm", 2), ("window:17", 0)]
+)
+def case_decision_stream(text: str, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches instead of one, and notes that are used again; not where age decides."""
-    monkeypatch.setattr(gpu_step, "_FEW", (32, 4, 8))
-    side = gpu_step.Side(torch.device("cpu"))
-    with side:
-        steps(policy, Attention(0.4), (1, 2, 2))
-    assert len(side.notes) == notes
+    monkeypatch.setattr(triton_step, "_FEW", (32, 4, 8))
+    stream = triton_step.DecisionStream(torch.device("cpu"))
+    with stream:
+        compare(text, Attention(0.4), (1, 2, 2))
+    assert len(stream.notes) == notes
 
 
-def case_all_equal_the_oldest_leaves() -> None:
-    policy, attention = parse("tova:5"), Attention(0.0)
+def case_of_equal_scores_the_oldest_leaves() -> None:
+    policy, attention = parse_policy("tova:5"), Attention(0.0)
     zeros = torch.zeros(1, 1, 16, dtype=torch.float64)
-    state = State.empty(policy, zeros[:, :, None], zeros[:, :, None], 1)
-    slot = torch.zeros(1, 1, dtype=torch.int64)
+    slots = Slots.empty(policy, zeros[:, :, None], zeros[:, :, None], 1)
     for _ in range(9):
-        held = (state.keys, state.values, state.positions, None, slot, state.seen)
-        gpu_step.step(zeros, zeros, zeros, *held, policy, attention)
-        state.seen += 1
-    assert sorted(state.positions.flatten().tolist()) == [-1, 4, 5, 6, 7, 8]
+        triton_step.step(slots, zeros, zeros, zeros, policy, attention)
+        slots.seen += 1
+    assert sorted(slots.positions.flatten().tolist()) == [-1, 4, 5, 6, 7, 8]
 
 
 def case_a_part_of_a_buffer_is_refused() -> None:
-    policy, attention = parse("tova:5"), Attention(1.0)
-    new, rows = torch.zeros(2, 2, 16), torch.zeros(2, 2, 9, 16)[:, :, :6]
-    ints = torch.zeros(2, 1, 6, dtype=torch.int64)
+    policy, new = parse_policy("tova:5"), torch.zeros(2, 2, 16)
+    slots = Slots.empty(policy, new[:, :, None], new[:, :, None], 2)
+    slots.keys = torch.zeros(2, 2, 9, 16)[:, :, :6]
     with pytest.raises(ValueError, match="contiguous"):
-        gpu_step.step(new, new, new, rows, rows, ints, None, ints[:, :, 0], ints[:, 0, 0], policy, attention)
+        triton_step.step(slots, new, new, new, policy, Attention(1.0))

@@ -19,8 +19,8 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     """query [B, H, D], key [B, G, D], value [B, G, V] -> [B, H, V]; the slots change in place, but for `seen`.
 
     Token `seen` goes into the empty slot `next` and is attended to with all that is held. What leaves is emptied, and
-    `next` becomes the lowest empty slot, or -1 if there is none. A row is idle if its `seen` is -1, or its `next` or its
-    number in `rows` is out of range: nothing of it changes and its output is 0. Numbers in empty slots must be finite.
+    `next` becomes the lowest empty slot, or -1 if there is none. A row is idle if its `seen` is -1, or its `next` or
+    its number in `rows` out of range: nothing of it changes and its output is 0. Numbers in empty slots must be finite.
     """
     if slots.rows is not None:
         return _indexed(slots, slots.rows, query, key, value, policy, attention)

@@ -96,7 +96,7 @@ class _Launch:
             *(self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
             *(stride for tensor in self.new for stride in tensor.stride()[:2]),
             *(tensor.stride(0) for tensor in (slots.keys, slots.values, slots.positions, self.gains, slots.next)),
-            *(self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
+            *(len(slots.keys), self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
             SCALE=float(attention.scale),
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
@@ -113,7 +113,7 @@ class _Launch:
         finish[(deciding + combining,)](
             *(*self.notes, self.parts, self.output, slots.positions, scores, self.gains, slots.next, self.seen),
             *(self.rows, *(tensor.stride(0) for tensor in (slots.positions, scores, self.gains, slots.next))),
-            *(deciding, self.notes.logits.shape[2], self.count, capacity, policy.first, policy.last),
+            *(len(slots.keys), deciding, self.notes.logits.shape[2], self.count, capacity, policy.first, policy.last),
             *(self.attention.window or 0, *split_momentum(policy.momentum)),
             MEMORY=slots.scores is not None,
             MEMBERS=self.members,

@@ -18,23 +18,22 @@ UNLIMITED = tl.constexpr(2**31 - 1)
 _NO_TOP = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
 
 
-@triton.jit(do_not_specialize=["slots", "per", "window"])
+@triton.jit(do_not_specialize=["count", "slots", "per", "window"])
 def attend(
     query, key, value, keys, values, positions, gains, slot, seen, sinks, states, logits, tops, masses, parts,
-    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, gains_b, slot_b, pitch, slots, per,
-    window,
+    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, positions_b, gains_b, slot_b, count,
+    pitch, slots, per, window,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
     stored = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     b, e = stored // STORED, stored % STORED
-    home, unit = _home(states, b, INDEXED), e // (STORED // UNITS)
-    now, spot = tl.load(seen + b), tl.load(slot + home * slot_b + unit)
-    active = (now >= 0) & (spot >= 0) & (spot < slots)
+    unit = e // (STORED // UNITS)
+    home, now, spot, active = _place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
     r, d, v = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, VP)
     h = b * (STORED * GROUP) + e * GROUP + r  # over the whole batch
     mine = r < GROUP
@@ -83,12 +82,19 @@ def attend(
 
 
 @triton.jit
-def _home(states, b, INDEXED: tl.constexpr):
-    """Which of all states is that of row b."""
+def _place_of(states, seen, slot, slot_b, b, count, slots, INDEXED: tl.constexpr):
+    """Where row b's state is among all `count`, its token's number and slot, and whether the row is active.
+
+    Row and slot are 0 where they are out of range, so that nothing outside is read.
+    """
     home = b
     if INDEXED:
         home = tl.load(states + b)
-    return home
+    valid = (home >= 0) & (home < count)
+    home = tl.where(valid, home, 0)
+    now, spot = tl.load(seen + b), tl.load(slot + home * slot_b)
+    active = valid & (now >= 0) & (spot >= 0) & (spot < slots)
+    return home, now, tl.where(active, spot, 0), active
 
 
 @triton.jit
@@ -203,10 +209,11 @@ def _many(
     return top, whole, mixed
 
 
-@triton.jit(do_not_specialize=["deciding", "slots", "capacity", "first", "last", "window"])
+@triton.jit(do_not_specialize=["count", "deciding", "slots", "capacity", "first", "last", "window"])
 def finish(
     logits, tops, masses, parts, output, positions, scores, gains, slot, seen, states,
-    positions_b, scores_b, gains_b, slot_b, deciding, pitch, slots, capacity, first, last, window, momentum, rest,
+    positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
+    momentum, rest,
     MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
@@ -217,10 +224,8 @@ def finish(
         _combine(tops, masses, parts, output, program - deciding, SPLITS, SHARES, V, VP)
     else:
         b, unit = program // UNITS, program % UNITS
-        home = _home(states, b, INDEXED)
+        home, now, spot, active = _place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
         positions += home * positions_b + unit * slots
-        slot += home * slot_b + unit
-        now, spot = tl.load(seen + b), tl.load(slot)
         born = _shifted(positions, spot, slots, -1, WIDE).to(tl.int32)
         score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
         if SCORED:
@@ -228,7 +233,6 @@ def finish(
                 logits, tops, masses, gains + home * gains_b + unit * (MEMBERS // GROUP) * slots, spot,
                 program * MEMBERS, pitch, slots, MEMBERS, GROUP, SPLITS, GAINS, SHARES, WIDE, SOME,
             )  # fmt: skip
-        active = (now >= 0) & (spot >= 0) & (spot < slots)
         if MEMORY:
             score = _remember(
                 scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, momentum, rest, WIDE
@@ -237,7 +241,7 @@ def finish(
         free_slot = _choose(
             positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
         )
-        tl.store(slot, free_slot.to(tl.int64), mask=active)
+        tl.store(slot + home * slot_b + unit, free_slot.to(tl.int64), mask=active)
 
 
 @triton.jit
