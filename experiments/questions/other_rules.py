@@ -1,8 +1,8 @@
-"""Question: are there rules as good as attention at the same size: position, chance, frequency, or one that is learned?
+"""Question: are other rules as good as attention at equal capacity: position, chance, frequency, or a learned one?
 
-Method: each rule gives every token a priority when it comes; the lowest leaves, in all layers alike. The first tokens
-stay under every rule, as a model without them is lost, and so do the newest. Frequency keeps words that are rare so
-far; the learned rule keeps a token as long as TOVA kept its kind on the text's other half.
+Method: each rule gives every token a fixed priority; the lowest is evicted, in all layers alike. Every rule protects
+the first tokens (attention sinks) and the newest ones. Frequency keeps tokens that are rare so far; the learned rule
+gives a token the mean number of steps that TOVA kept this token id on the text's other half.
 
     python experiments/questions/other_rules.py --text book.txt --capacity 256
 """
@@ -12,11 +12,11 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+import common
 import torch
+from evictions import expiry_by_priority, scheduled_nll
 
-from msrnn.analysis import question
-from msrnn.analysis.imposed import deaths_by, imposed_nll
-from msrnn.analysis.measure import read
+from msrnn.analysis.measure import trace_text
 from msrnn.analysis.retention import steps_kept
 from msrnn.core.trace import Trace
 from msrnn.eval.perplexity import perplexity
@@ -25,31 +25,31 @@ FIRST = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = question.arguments(__doc__, argv, recent=0.5)
-    model, tokenizer = question.opened(options)
-    ids = question.ids_of(tokenizer, question.text_of(options), 2 * options.tokens)
-    taught, ids = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-    answer = question.Answer("other rules", model, {"tokens": len(ids), "recent": options.recent})
+    options = common.parse_options(__doc__, argv, recent=0.5)
+    model, tokenizer = common.load_model(options)
+    ids = common.encode(tokenizer, common.read_text(options), 2 * options.tokens)
+    training, ids = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    results = common.Results("other rules", model, {"tokens": len(ids), "recent": options.recent})
     size, last, count = options.capacity, int(options.capacity * options.recent), len(ids) - 1
     for policy in ("full", f"tova:{size}", f"tova:{size},last={last}", f"h2o:{size}", f"window+4:{size}"):
-        found = perplexity(model, ids, None if policy == "full" else policy)
-        answer.perplexity(policy, found.nll, count)
-    lesson = read(model, taught, f"tova:{size}")
-    for name, rule in rules(lesson).items():
-        worth = [math.inf] * FIRST + rule(ids)[FIRST:]
-        nll = imposed_nll(model, ids, deaths_by(worth, size, last))
-        answer.perplexity(f"{name}+{FIRST}:{size},last={last}", nll, count)
-    answer.show(options.output)
+        score = perplexity(model, ids, None if policy == "full" else policy)
+        results.perplexity(policy, score.nll, count)
+    trace = trace_text(model, training, f"tova:{size}")
+    for name, rule in rules(trace).items():
+        priority = [math.inf] * FIRST + rule(ids)[FIRST:]
+        nll = scheduled_nll(model, ids, expiry_by_priority(priority, size, last))
+        results.perplexity(f"{name}+{FIRST}:{size},last={last}", nll, count)
+    results.show(options.output)
 
 
-def rules(lesson: Trace) -> dict[str, Callable[[Sequence[int]], list[float]]]:
-    """What each token is worth when it comes, from the tokens alone."""
-    return {"chance": chance, "first": first, "every 8th": every_eighth, "rare": rare, "learned": learned(lesson)}
+def rules(trace: Trace) -> dict[str, Callable[[Sequence[int]], list[float]]]:
+    """The priority of each token by rule, from the token ids alone."""
+    return {"chance": chance, "first": first, "every 8th": every_eighth, "rare": rare, "learned": learned(trace)}
 
 
 def chance(ids: Sequence[int]) -> list[float]:
-    dice = random.Random(0)
-    return [dice.random() for _ in ids]
+    rng = random.Random(0)
+    return [rng.random() for _ in ids]
 
 
 def first(ids: Sequence[int]) -> list[float]:
@@ -61,23 +61,23 @@ def every_eighth(ids: Sequence[int]) -> list[float]:
 
 
 def rare(ids: Sequence[int]) -> list[float]:
-    seen: Counter[int] = Counter()
-    worth = []
+    counts: Counter[int] = Counter()
+    priority = []
     for token in ids:
-        seen[token] += 1
-        worth.append(-float(seen[token]))
-    return worth
+        counts[token] += 1
+        priority.append(-float(counts[token]))
+    return priority
 
 
-def learned(lesson: Trace) -> Callable[[Sequence[int]], list[float]]:
-    """The mean steps that TOVA kept a token of this kind; kinds it has not met are worth the mean of all."""
-    assert lesson.tokens is not None
-    kept = steps_kept(lesson).mean(0)
-    by_kind: defaultdict[int, list[float]] = defaultdict(list)
-    for token, steps in zip(lesson.tokens[0].tolist(), kept.tolist(), strict=True):
-        by_kind[token].append(steps)
-    mean = float(torch.mean(kept))
-    return lambda ids: [sum(by_kind[t]) / len(by_kind[t]) if t in by_kind else mean for t in ids]
+def learned(trace: Trace) -> Callable[[Sequence[int]], list[float]]:
+    """The mean steps that TOVA kept a token id; ids that the trace does not have get the mean of all."""
+    assert trace.tokens is not None
+    lifetimes = steps_kept(trace).mean(0)
+    by_token: defaultdict[int, list[float]] = defaultdict(list)
+    for token, steps in zip(trace.tokens[0].tolist(), lifetimes.tolist(), strict=True):
+        by_token[token].append(steps)
+    mean = float(torch.mean(lifetimes))
+    return lambda ids: [sum(by_token[t]) / len(by_token[t]) if t in by_token else mean for t in ids]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Figures are functions of a trace: what is drawn is what the deaths say, whatever was measured."""
+"""Figures of traces: what is drawn is what the trace says."""
 
 from __future__ import annotations
 
 import builtins
+import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ from msrnn.analysis.figures import layers_holding, recent_share, retention_map, 
 from msrnn.core.trace import ALIVE
 
 
-def made(length: int = 40, capacity: int = 8, layers: int = 3, units: int = 1, keep: tuple[int, ...] = (0,)) -> Trace:
+def window_trace(
+    length: int = 40, capacity: int = 8, layers: int = 3, units: int = 1, keep: tuple[int, ...] = (0,)
+) -> Trace:
     """A window of `capacity` in even layers; in odd ones the tokens of `keep` stay, and the window is smaller."""
     window = torch.arange(length, dtype=torch.int32) + capacity
     keeping = torch.arange(length, dtype=torch.int32) + capacity - len(keep)
@@ -36,23 +40,23 @@ def near(path: Path, colour: tuple[float, float, float]) -> float:
 
 
 def test_layers_holding_counts_layers_and_shares_of_units() -> None:
-    trace = made(layers=3)
+    trace = window_trace(layers=3)
     assert layers_holding(trace, 39)[[0, 1, 32, 39]].tolist() == [1, 0, 2, 3]
     assert layers_holding(trace, 3).tolist() == [3] * 4 + [0] * 36
-    trace = made(layers=2, units=2)
+    trace = window_trace(layers=2, units=2)
     trace.deaths[1][0, 1, 0] = 5  # one of the two units lets the first token go
     assert layers_holding(trace, 39)[0] == 0.5
 
 
 def test_recent_is_what_a_window_would_hold() -> None:
-    trace = made(layers=2, keep=(0, 3))
+    trace = window_trace(layers=2, keep=(0, 3))
     assert recent_share(trace, 39).tolist() == [1, 0.75]
     assert recent_share(trace, 5).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("units", [1, 3])
 def test_a_picture_shows_recent_and_older_tokens(tmp_path: Path, units: int) -> None:
-    trace = made(length=900, capacity=90, layers=8, units=units, keep=tuple(range(0, 300, 10)))
+    trace = window_trace(length=900, capacity=90, layers=8, units=units, keep=tuple(range(0, 300, 10)))
     path = retention_map(trace, tmp_path / "map.png", tokens=["a"] * 900)
     assert path == tmp_path / "map.png"
     assert 10_000 < path.stat().st_size < 500_000
@@ -62,23 +66,29 @@ def test_a_picture_shows_recent_and_older_tokens(tmp_path: Path, units: int) -> 
 
 
 def test_a_window_has_nothing_older(tmp_path: Path) -> None:
-    trace = made(length=400, capacity=50, layers=1)
+    trace = window_trace(length=400, capacity=50, layers=1)
     path = retention_map(trace, tmp_path / "map.png")
     assert near(path, figures.OLDER) < 0.001  # the legend alone
 
 
 def test_the_same_trace_gives_the_same_picture(tmp_path: Path) -> None:
-    one, two = (retention_map(made(), tmp_path / name) for name in ("a.png", "b.png"))
+    one, two = (retention_map(window_trace(), tmp_path / name) for name in ("a.png", "b.png"))
     assert np.array_equal(pixels(one), pixels(two))
 
 
-@pytest.mark.parametrize("layers, length", [(0, 1), ([2, 0], 7), (None, 2), ([1], 500)])
-def test_any_layers_and_lengths(tmp_path: Path, layers: Any, length: int) -> None:
-    retention_map(made(length, capacity=5), tmp_path / "map.png", layers=layers, tokens=["$x^{"] * length)
+@pytest.mark.parametrize("layers, length, panels", [(0, 1, "0"), ([2, 0], 7, "20"), (None, 2, "012"), ([1], 500, "1")])
+def test_any_layers_and_lengths(tmp_path: Path, layers: Any, length: int, panels: str) -> None:
+    """One panel per layer in the order asked for; an old token is labelled with its text, whatever that is."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        retention_map(window_trace(length, capacity=5), tmp_path / "map.svg", layers=layers, tokens=["$x^{"] * length)
+    text = (tmp_path / "map.svg").read_text()
+    assert re.findall(r">layer (\d)<", text) == list(panels)
+    assert f"{length:,} tokens" in text
+    assert ("'$x^{'" in text) == (length > 5)  # before the state is full, no token is older than a window's
 
 
 def test_other_formats(tmp_path: Path) -> None:
-    assert retention_map(made(), tmp_path / "map.svg").read_text().startswith("<?xml")
+    assert retention_map(window_trace(), tmp_path / "map.svg").read_text().startswith("<?xml")
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
@@ -88,11 +98,11 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         ({"tokens": ["a"]}, "1 token texts were given for a trace of 40"),
     ):
         with pytest.raises(ValueError, match=reason):
-            retention_map(made(), tmp_path / "map.png", **options)
+            retention_map(window_trace(), tmp_path / "map.png", **options)
     with pytest.raises(ValueError, match="empty"):
         retention_map(Trace([], "tova:8"), tmp_path / "map.png")
     with pytest.raises(ValueError, match="not a folder"):
-        retention_map(made(), tmp_path / "missing" / "map.png")
+        retention_map(window_trace(), tmp_path / "missing" / "map.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -106,7 +116,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match=r"pip install 'msrnn\[plot\]'"):
-        retention_map(made(), tmp_path / "map.png")
+        retention_map(window_trace(), tmp_path / "map.png")
 
 
 @pytest.mark.parametrize("token, shown", [(" the", "' the'"), ("\n\n", r"'\n\n'"), ("a" * 20, f"'{'a' * 11}…'")])

@@ -13,33 +13,17 @@ import pytest
 from PIL import Image
 
 from msrnn.analysis.compare import perplexity_gap
-from msrnn.analysis.records import ORDER, families, family, newest, read_results
-from msrnn.analysis.running import running_perplexity
+from msrnn.analysis.extrapolation import running_perplexity
+from msrnn.analysis.policy_names import family
+from msrnn.analysis.records import ORDER, families, newest, read_results
 from msrnn.analysis.speed import _comparable, speeds
-from msrnn.analysis.style import apart, looks, new_figure, plain_log
+from msrnn.analysis.style import line_styles, new_figure, plain_log_ticks, separate
 from msrnn.analysis.table import perplexity_table, speed_table, tables, words_table
 from msrnn.cli import main
 from msrnn.eval.record import write_records
 from tests.support.records import everything, extrapolation, perplexity, pg19, recall, record, retention
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    "policy, name",
-    [
-        ("tova:512", "tova"),
-        ("window+4:64", "window+4"),
-        ("full", "full"),
-        ("tova:512,last=1", "tova, last=1"),
-        ("tova:256 by layer", "tova by layer"),
-        ("tova:avg=256", "tova"),
-        ("tova:256,last=1/2,profile=some/where.json", "tova, last=1/2 by layer"),
-        ("h2o-layer:64", "h2o-layer"),
-    ],
-)
-def test_families(policy: str, name: str) -> None:
-    assert family(policy) == name
 
 
 def test_tables_name_no_profile_at_length() -> None:
@@ -195,21 +179,23 @@ def test_word_classes_stand_beside_the_papers() -> None:
 
 
 def test_names_beside_lines_do_not_touch() -> None:
-    moved = apart([1, 1, 1, 50, 99], 10, 0, 100)
+    moved = separate([1, 1, 1, 50, 99], 10, 0, 100)
     assert all(b - a > 9.9 for a, b in pairwise(moved))
     assert min(moved) >= -0.1
     assert max(moved) <= 100.1
-    assert apart([10, 50, 90], 10, 0, 100) == [10, 50, 90]
-    crowded = apart([5] * 30, 10, 0, 100)
+    assert separate([10, 50, 90], 10, 0, 100) == [10, 50, 90]
+    crowded = separate([5] * 30, 10, 0, 100)
     assert crowded == sorted(crowded)
 
 
 def test_lines_differ_in_more_than_colour() -> None:
     ours = ["fade", "fade by layer", "tova by layer"]
-    found = looks([*ORDER[1:], *ours, "x", "y", "z"])
+    found = line_styles([*ORDER[1:], *ours, "x", "y", "z"])
     assert len({look.marker for look in found.values()}) == len(found)
     assert len({look.colour for look in found.values()}) == len(found)
-    assert {name: looks([name])[name] for name in ours} == {name: found[name] for name in ours}  # whoever else is there
+    assert {name: line_styles([name])[name] for name in ours} == {
+        name: found[name] for name in ours
+    }  # whoever else is there
     greys = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (_rgb(look.colour) for look in found.values())]
     assert max(greys) < 0.8  # all visible on white
 
@@ -245,7 +231,7 @@ def test_numbers_of_an_axis_are_round() -> None:
     axes.set_yscale("log")
     for low, high in ((21.89, 31.4), (24.1, 25.3), (21.0, 126.0)):
         axes.set_ylim(low, high)
-        plain_log(axes)
+        plain_log_ticks(axes)
         shown = [tick.get_text() for tick in axes.get_yticklabels()]
         assert 3 <= len(shown) <= 12
         assert all(low <= float(text) <= high and len(text.replace(".", "")) <= 3 for text in shown), shown

@@ -11,7 +11,7 @@ import torch
 from msrnn import RNN, Trace
 from msrnn.analysis import measure, paper, retention
 from msrnn.core.trace import ALIVE
-from msrnn.system.downloads import cache
+from msrnn.system.downloads import cache_folder
 
 
 def trace_of(*layers: list[list[int]], policy: str = "tova:2") -> Trace:
@@ -44,7 +44,7 @@ def test_the_mean_steps_kept_are_the_papers(size: int, printed: int) -> None:
 def test_recent_is_what_a_window_would_hold() -> None:
     trace = trace_of(WINDOW, FIRST)
     assert retention.recent_share(trace, 5).tolist() == [1, 0.5]
-    assert retention.moments(trace) == [2, 3, 4, 5]
+    assert retention.sampled_steps(trace) == [2, 3, 4, 5]
     assert retention.mean_recent_share(trace).tolist() == [1, 0.5]
 
 
@@ -107,7 +107,7 @@ def test_layer_wise_against_head_wise() -> None:
 def test_a_trace_of_a_real_run_keeps_what_its_policy_promises(llama: Any) -> None:
     """window+4 holds the first four to the end and is recent but for them."""
     ids = torch.randint(2, 64, (60,), generator=torch.Generator().manual_seed(0))
-    trace = measure.read(llama(), ids.tolist(), "window+4:12")
+    trace = measure.trace_text(llama(), ids.tolist(), "window+4:12")
     assert retention.held_at_end(trace, range(4)).tolist() == [1, 1, 1]
     assert retention.held_at_end(trace, range(4, 25)).tolist() == [0, 0, 0]
     assert retention.recent_share(trace, 59).tolist() == pytest.approx([8 / 12] * 3)
@@ -159,11 +159,11 @@ def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_pat
     assert found["tova:16", "held by age", (("age", 1),)].value > found["tova:16", "held by age", (("age", 32),)].value
 
 
-def test_moments_begin_when_every_layer_that_evicts_has_begun() -> None:
+def test_sampled_steps_begin_when_every_layer_that_evicts_has_begun() -> None:
     late, never = [[99, 99, 4, 5, 99, 99]], [[99] * 6]
-    assert retention.moments(trace_of(WINDOW, late)) == [4, 5]
-    assert retention.moments(trace_of(WINDOW, never)) == [2, 3, 4, 5]
-    assert retention.moments(trace_of(never)) == [5]
+    assert retention.sampled_steps(trace_of(WINDOW, late)) == [4, 5]
+    assert retention.sampled_steps(trace_of(WINDOW, never)) == [2, 3, 4, 5]
+    assert retention.sampled_steps(trace_of(never)) == [5]
 
 
 def test_a_profile_is_measured_layer_by_layer(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -186,17 +186,17 @@ def test_traces_are_used_again(llama: Any, tokenizer: Any, tmp_path: Path, monke
     model = wide(llama, tokenizer)
     given = {"length": 60, "words": False, "traces": tmp_path}
     first = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **given)
-    read = measure.read
+    trace_text = measure.trace_text
 
     def forbidden(*_: Any) -> Trace:
         raise AssertionError("a trace was there")
 
-    monkeypatch.setattr(measure, "read", forbidden)
+    monkeypatch.setattr(measure, "trace_text", forbidden)
     again = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **given)
     assert [(one.metric, one.value) for one in first] == [(one.metric, one.value) for one in again]
     with pytest.raises(AssertionError):  # another text under the same name is read
         measure.measure(model, tokenizer, WORDS[10:] * 4, "tova:16", **given)
-    monkeypatch.setattr(measure, "read", read)
+    monkeypatch.setattr(measure, "trace_text", trace_text)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -217,12 +217,12 @@ def test_the_reading_is_that_of_the_rnn(llama: Any) -> None:
     ids = torch.randint(2, 64, (50,), generator=torch.Generator().manual_seed(3))
     rnn = RNN(llama(), "tova:8")
     _, state = rnn.read(ids, rnn.start(trace=True))
-    mine = measure.read(rnn.model, ids.tolist(), "tova:8")
+    mine = measure.trace_text(rnn.model, ids.tolist(), "tova:8")
     assert all(torch.equal(a, b) for a, b in zip(mine.deaths, state.trace.deaths, strict=True))
 
 
 def test_the_cache_is_the_users() -> None:
-    assert cache().name
+    assert cache_folder().name
 
 
 def test_the_command_measures_and_plot_and_report_show_it(

@@ -43,4 +43,4 @@ def test_it_is_drawn_and_speed_is_not(tmp_path: Path) -> None:
     drawn = list(draw(records, tmp_path))
     assert [name for name, _, _ in drawn] == ["serving"]
     assert drawn[0][2].stat().st_size > 5000
-    assert not any(RECORD_FIGURES["throughput"].wants(record) for record in records)
+    assert not any(RECORD_FIGURES["throughput"].uses(record) for record in records)

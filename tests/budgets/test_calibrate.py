@@ -21,10 +21,11 @@ from msrnn.budgets.calibrate import (
     measurement_count,
     refine,
 )
-from msrnn.budgets.profile import ProfileError, check_model, dump, identity
+from msrnn.budgets.profile import dump, plan_for
 from msrnn.eval.measurements import Measurements
 from msrnn.eval.perplexity import token_nll
-from msrnn.policy import full, plan, tova
+from msrnn.hf.identity import ProfileError, check_profile, profile_identity
+from msrnn.policy import full, tova
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = Settings(grid=(4, 8, 16, 32), rounds=1, batch=2)
@@ -179,24 +180,24 @@ def test_a_policy_with_a_profile_is_one_policy_per_layer(meter: Meter, profile: 
     made = json.loads(profile.read_text())
     used = msrnn.cache(meter.model, f"tova:12,profile={profile}").plan
     assert [policy.capacity for policy in used.policies] == made["capacities"]
-    assert [p.capacity for p in plan(f"h2o,profile={profile}", 3).policies] == made["capacities"]
-    assert [p.capacity for p in plan(f"tova:20,profile={profile}", 3).policies] == made["allocations"]["20"]
-    between = [p.capacity for p in plan(f"tova:16,profile={profile}", 3).policies]  # from the curves
+    assert [p.capacity for p in plan_for(f"h2o,profile={profile}", 3).policies] == made["capacities"]
+    assert [p.capacity for p in plan_for(f"tova:20,profile={profile}", 3).policies] == made["allocations"]["20"]
+    between = [p.capacity for p in plan_for(f"tova:16,profile={profile}", 3).policies]  # from the curves
     assert sum(c for c in between if c) == 48
     with pytest.raises(ValueError, match=r"no capacities for an average of 2: 6 slots are fewer"):
-        plan(f"tova:2,profile={profile}", 3)
+        plan_for(f"tova:2,profile={profile}", 3)
 
 
 def test_another_model_is_refused_another_dtype_is_not(llama: Any, meter: Meter, profile: Path) -> None:
-    check_model(profile, meter.model)
-    check_model(profile, llama().to(torch.bfloat16))
-    check_model(profile, llama().to(torch.float16))
+    check_profile(profile, meter.model)
+    check_profile(profile, llama().to(torch.bfloat16))
+    check_profile(profile, llama().to(torch.float16))
     torch.manual_seed(5)
     other = type(meter.model)(meter.model.config).eval()
     with pytest.raises(ProfileError, match=r"made for another model, llama \(other weights\); make one"):
         msrnn.cache(other, f"tova:12,profile={profile}")
     with pytest.raises(ProfileError, match="3 layers, not 2"):
-        check_model(profile, llama(num_hidden_layers=2))
+        check_profile(profile, llama(num_hidden_layers=2))
 
 
 def test_a_profile_by_hand_needs_no_word_on_its_model(llama: Any, tmp_path: Path) -> None:
@@ -208,9 +209,9 @@ def test_a_profile_by_hand_needs_no_word_on_its_model(llama: Any, tmp_path: Path
 
 
 def test_identity_is_small_and_stable(llama: Any) -> None:
-    about = identity(llama())
+    about = profile_identity(llama())
     assert len(about["weights"]) <= 48
-    assert about == identity(llama())
+    assert about == profile_identity(llama())
     assert json.loads(json.dumps(about)) == about
 
 

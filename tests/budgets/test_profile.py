@@ -1,37 +1,79 @@
-"""Compiled work on several threads, also where OpenMP binds PyTorch's own to a core each, as vLLM's workers do."""
+"""Profile files: what they may hold, which capacities they give, and what is refused."""
 
-import os
-import subprocess
-import sys
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-PROGRAM = """
-import os, threading, time, torch
-from msrnn.kernels.numba.scan import WORTH, spread
+from msrnn.budgets.profile import check_policy_kind, dump, open_profile, plan_for, profile_path, read_profile
+from msrnn.policy import h2o, tova
 
-(torch.ones(500, 500) @ torch.ones(500, 500)).sum()
-maker, ran = os.sched_getaffinity(0), {}
-
-def work(row, unit):
-    ran[threading.get_ident()] = os.sched_getaffinity(0)
-    time.sleep(0.2)
-
-spread(work, [(0, 0), (0, 1), (0, 2), (0, 3)], WORTH)
-ran.pop(threading.get_ident())
-print(len(maker), *(len(cores) for cores in ran.values()))
-"""
+CURVES = [[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]]
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores, and Linux")
-def test_threads_do_not_share_the_core_of_the_one_that_made_them():
-    bound = {
-        "OMP_NUM_THREADS": "2",
-        "MKL_NUM_THREADS": "2",
-        "OMP_PROC_BIND": "true",
-        "GOMP_CPU_AFFINITY": f"{CORES[0]} {CORES[1]}",
-    }
-    command = [sys.executable, "-c", PROGRAM]
-    said = subprocess.run(command, env=os.environ | bound, capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["1", "2"], "OpenMP binds this thread to one core, the pool's may run on both"
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    return write(tmp_path, capacities=[12, 4], average=8, allocations={"6": [8, 4]}, curves=CURVES)
+
+
+def write(folder: Path, **content: Any) -> Path:
+    file = folder / "p.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_capacities_by_average(profile: Path) -> None:
+    assert read_profile(profile) == read_profile(profile, 8) == [12, 4]
+    assert read_profile(profile, 6) == [8, 4]
+    assert sum(read_profile(profile, 10)) == 20  # from the curves
+    with pytest.raises(ValueError, match="no capacities for an average of 2: 4 slots are fewer"):
+        read_profile(profile, 2)
+
+
+def test_a_policy_with_a_profile_is_a_plan(profile: Path) -> None:
+    assert plan_for(f"tova,profile={profile}", 2).policies == (tova(12), tova(4))
+    assert plan_for(f"h2o:6,profile={profile}", 2).policies == (h2o(8), h2o(4))
+    assert plan_for("tova:6", 2).policies == (tova(6), tova(6))
+    with pytest.raises(ValueError, match="the plan has 2 layers, the model 3"):
+        plan_for(f"tova,profile={profile}", 3)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ({}, 'needs "capacities"'),
+        ({"capacities": []}, 'needs "capacities"'),
+        ({"capacities": [4, 0]}, 'needs "capacities"'),
+        ({"capacities": [4, True]}, 'needs "capacities"'),
+        ({"capacities": [4], "allocations": {"8": [1.5]}}, '"allocations" must give a list'),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, content: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_profile(write(tmp_path, **content))
+
+
+def test_a_missing_profile_names_the_shipped_ones(tmp_path: Path) -> None:
+    assert profile_path("SmolLM2-135M-Instruct").is_file()
+    with pytest.raises(ValueError, match=r"cannot be read: .*; msrnn comes with: SmolLM2-135M-Instruct"):
+        open_profile(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        open_profile(tmp_path / "bad.json")
+
+
+def test_a_kind_has_no_size(profile: Path) -> None:
+    check_policy_kind("tova,last=1/8")
+    check_policy_kind(f"tova,profile={profile}")
+    with pytest.raises(ValueError, match="names a size"):
+        check_policy_kind("tova:8")
+
+
+def test_a_file_has_one_line_per_list_and_reads_back() -> None:
+    content = {"capacities": [12, 4], "curves": CURVES, "text": {"names": ["a" * 60, "b" * 60]}}
+    text = dump(content)
+    assert json.loads(text) == content
+    assert ' "capacities": [12, 4],\n' in text

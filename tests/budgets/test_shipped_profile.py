@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import msrnn
-from msrnn.budgets.profile import check_model
+from msrnn.budgets.profile import open_profile, read_profile
 from msrnn.eval.perplexity import perplexity
-from msrnn.policy import open_profile, read_profile
+from msrnn.hf.identity import check_profile
 
 NAME = "SmolLM2-135M-Instruct"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,7 @@ def test_its_sizes_are_what_it_says() -> None:
 
 def test_it_fits_the_bundled_model_and_beats_the_plain_policy_on_a_text_it_never_saw() -> None:
     model, tokenizer = msrnn.load()
-    check_model(NAME, model)
+    check_profile(NAME, model)
     ids = torch.tensor(tokenizer(topics["exceptions"] + topics["objects"]).input_ids[:640])
     full, plain, profiled = (
         perplexity(model, ids, policy) for policy in ("full", "tova:64", f"tova:64,profile={NAME}")

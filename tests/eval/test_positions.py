@@ -7,7 +7,7 @@ import torch
 
 from msrnn.eval import positions
 from msrnn.eval.perplexity import token_nll
-from msrnn.policy import parse
+from msrnn.policy import parse_policy
 from tests.support import tiny_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,7 @@ def ids():
 @pytest.mark.parametrize("name", ["gaps", "relative"])
 @pytest.mark.parametrize("policy", ["tova:8", "h2o:8", "window+2:8"])
 def test_piecewise_positions_are_exact_in_pieces_of_one_token(model, ids, policy, name):
-    expected = positions.exact_nll(model, ids[0], parse(policy), positions.GAPS[name])
+    expected = positions.exact_nll(model, ids[0], parse_policy(policy), positions.GAPS[name])
     result = token_nll(model, ids[:1], policy, piece=1, positions=positions.scheme(name, model))[0]
     torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5)
     plain = token_nll(model, ids[:1], policy)[0]

@@ -49,10 +49,10 @@ def model(llama: Any, tmp_path: Path) -> str:
 def test_the_halves_are_apart_and_always_the_same(data: Path) -> None:
     import books
 
-    chosen, reported = books.split(data)
-    assert {book.stem for book in chosen + reported} == {"0", "1", "2", "3"}
-    assert len(chosen) == len(reported) == 2
-    assert books.split(data) == (chosen, reported)
+    development, held_out = books.split(data)
+    assert {book.stem for book in development + held_out} == {"0", "1", "2", "3"}
+    assert len(development) == len(held_out) == 2
+    assert books.split(data) == (development, held_out)
 
 
 def test_intervals_keep_pairs_together() -> None:
@@ -60,9 +60,9 @@ def test_intervals_keep_pairs_together() -> None:
 
     mine = {str(i): (float(i + 10), 10) for i in range(6)}
     theirs = {name: (nats + 1.0, tokens) for name, (nats, tokens) in mine.items()}
-    value, low, high = books.bootstrap(lambda a, b: np.log(b / a), mine, theirs)
+    value, low, high = books.interval(lambda a, b: np.log(b / a), mine, theirs)
     assert (value, low, high) == (pytest.approx(0.1),) * 3  # the same difference in every book: no doubt at all
-    value, low, high = books.bootstrap(lambda a: a, mine)
+    value, low, high = books.interval(lambda a: a, mine)
     assert value == pytest.approx(books.perplexity(mine))
     assert low < value < high
 
@@ -70,7 +70,7 @@ def test_intervals_keep_pairs_together() -> None:
 def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
     import search
 
-    class Made:
+    class InventedLosses:
         """Losses by rule: a memory as long as the state, 3/4 of it for the newest, is best, but for one trap."""
 
         def of(self, policy: str) -> dict[str, tuple[float, int]]:
@@ -82,9 +82,9 @@ def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: 
                 over *= 0.5 if size == 256 else 2.0
             return {"book": ((1 + over) * 100, 100)}
 
-    kind = search.choose(Made(), quick=False)  # type: ignore[arg-type]
+    kind = search.choose(InventedLosses(), quick=False)  # type: ignore[arg-type]
     assert kind == "tova-head,momentum=1-1/k,last=3/4"
-    assert search.gain(Made(), kind, 64) > 0  # type: ignore[arg-type]
+    assert search.gain(InventedLosses(), kind, 64) > 0  # type: ignore[arg-type]
 
 
 def test_reporting_shares_what_the_records_say_of_the_other_half(
@@ -123,7 +123,7 @@ def test_search_end_to_end_and_again(
 ) -> None:
     import search
 
-    for name, few in (("CAPACITIES", (8, 16, 32)), ("MEMORIES", ("0.9", "1-4/k")), ("BESIDE", ("tova+4",))):
+    for name, few in (("CAPACITIES", (8, 16, 32)), ("MOMENTA", ("0.9", "1-4/k")), ("OTHERS", ("tova+4",))):
         monkeypatch.setattr(search, name, few)
     out = tmp_path / "out" / "search.jsonl"
     options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]

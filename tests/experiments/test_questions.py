@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from msrnn.analysis.imposed import deaths_by, imposed_nll
 from msrnn.core.trace import ALIVE
 from msrnn.eval.experiment import make_experiment
 from msrnn.eval.perplexity import perplexity
@@ -19,7 +18,8 @@ from msrnn.eval.run import run
 from msrnn.eval.tasks import settings
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "questions"
-SCRIPTS = sorted(FOLDER.glob("*.py"))
+SHARED = {"common", "evictions"}  # imported by the scripts
+SCRIPTS = sorted(file for file in FOLDER.glob("*.py") if file.stem not in SHARED)
 TABLES = sorted(FOLDER.glob("*.toml"))
 TEXT = 'The keeper of the lamp went up. "Come in," said Ann to Bob\'s dog.\nThe ships lay, all of them, for $5 a day. '
 
@@ -39,6 +39,12 @@ SMALL = {
     "extrapolation": {"length": 60, "bin": 20},
     "needle": {"lengths": [160], "depths": [0.5], "repeats": 1, "new_tokens": 2, "kinds": ["passkey"]},
 }
+
+
+@pytest.fixture(autouse=True)
+def _shared_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python experiments/questions/x.py` has it."""
+    monkeypatch.syspath_prepend(FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -92,32 +98,43 @@ def test_a_script_starts_and_finishes(
 def test_an_experiment_starts_and_finishes(
     table: Path, llama: Any, tokenizer: Any, text: str, tmp_path: Path, one_thread: None
 ) -> None:
-    given = tomllib.loads(table.read_text())
-    make_experiment(given, settings(), str(table))  # as it stands
-    small = {name: value for name, value in SMALL[given["task"]].items() if name in given or name != "capacities"}
-    policies = [policy.replace(":256", ":16").replace(":512", ":16") for policy in given["policies"]]
+    settings_table = tomllib.loads(table.read_text())
+    make_experiment(settings_table, settings(), str(table))  # as it stands
+    small = {
+        name: value
+        for name, value in SMALL[settings_table["task"]].items()
+        if name in settings_table or name != "capacities"
+    }
+    policies = [policy.replace(":256", ":16").replace(":512", ":16") for policy in settings_table["policies"]]
     policies = [policy for policy in policies if ",last=" not in policy or policy.endswith(("=1", "=16"))]
     policies = [policy.replace("last=16", "last=8") for policy in dict.fromkeys(policies)]
-    experiment = make_experiment(given | small | {"policies": policies, "data": str(tmp_path)}, settings(), str(table))
+    experiment = make_experiment(
+        settings_table | small | {"policies": policies, "data": str(tmp_path)}, settings(), str(table)
+    )
     model = llama(vocab_size=len(tokenizer), max_position_embeddings=512, num_hidden_layers=2)
     records = run(experiment, model, tokenizer, tmp_path / "out.jsonl", quiet=True)
     assert {record.policy for record in records} == {entry.label for entry in experiment.entries()}
 
 
 @pytest.mark.parametrize("policy", ["window:12", "full"])
-def test_an_imposed_window_is_the_window(llama: Any, policy: str) -> None:
+def test_a_scheduled_window_is_the_window(llama: Any, policy: str) -> None:
+    from evictions import expiry_by_priority, scheduled_nll
+
     ids = torch.randint(2, 64, (50,), generator=torch.Generator().manual_seed(0)).tolist()
-    deaths = deaths_by(range(50), 12) if policy != "full" else torch.full((50,), ALIVE, dtype=torch.int32)
+    everything = torch.full((50,), ALIVE, dtype=torch.int32)
+    expiry = everything if policy == "full" else expiry_by_priority(range(50), 12)
     model = llama("eager")
-    found = imposed_nll(model, ids, deaths, piece=16)
-    assert float(found.sum()) == pytest.approx(perplexity(model, ids, policy).nll, rel=1e-5)
+    losses = scheduled_nll(model, ids, expiry, piece=16)
+    assert float(losses.sum()) == pytest.approx(perplexity(model, ids, policy).nll, rel=1e-5)
 
 
-def test_the_lowest_priority_leaves() -> None:
-    assert deaths_by([5, 1, 3, 2, 4, 9], 2).tolist() == [ALIVE, 2, 4, 3, 5, ALIVE]
-    assert deaths_by([1, 1, 1, 1], 2).tolist() == [2, 3, ALIVE, ALIVE]  # the older of equals
-    assert deaths_by([9, 8, 1, 1, 1, 1], 3, last=2).tolist() == [ALIVE, 3, 4, 5, ALIVE, ALIVE]
+def test_the_lowest_priority_is_evicted() -> None:
+    from evictions import expiry_by_priority, scheduled_nll
+
+    assert expiry_by_priority([5, 1, 3, 2, 4, 9], 2).tolist() == [ALIVE, 2, 4, 3, 5, ALIVE]
+    assert expiry_by_priority([1, 1, 1, 1], 2).tolist() == [2, 3, ALIVE, ALIVE]  # the older of equals
+    assert expiry_by_priority([9, 8, 1, 1, 1, 1], 3, last=2).tolist() == [ALIVE, 3, 4, 5, ALIVE, ALIVE]
     with pytest.raises(ValueError, match="last is 3"):
-        deaths_by([1, 2], 3, last=3)
-    with pytest.raises(ValueError, match="3 tokens need as many deaths"):
-        imposed_nll(None, [1, 2, 3], torch.zeros(2))  # type: ignore[arg-type]
+        expiry_by_priority([1, 2], 3, last=3)
+    with pytest.raises(ValueError, match="3 tokens need as many expiries"):
+        scheduled_nll(None, [1, 2, 3], torch.zeros(2))  # type: ignore[arg-type]

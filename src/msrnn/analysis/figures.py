@@ -1,7 +1,4 @@
-"""All figures by name: each is a function of records, or of one trace, and of nothing else.
-
-`draw` makes those that the given results have something for.
-"""
+"""All figures by name: each is a function of records, or of one trace. `draw` makes those that have data."""
 
 from __future__ import annotations
 
@@ -13,30 +10,30 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..eval.record import Record
 from .benchmarks import SERVED
 from .curves import perplexity_by_capacity, score_by_capacity
-from .kept import retention_curves, words_kept
+from .extrapolation import running_perplexity
 from .maps import OLDER, RECENT, agreement_map, layer_maps, retention_map, visible
 from .recall import needle_maps, turns_recall
 from .records import models
 from .retention import layers_holding, recent_share
-from .running import running_perplexity
-from .serving import served
+from .retention_figures import retention_curves, word_class_figure
+from .serving import serving_figure
 from .speed import throughput_and_memory
 
 if TYPE_CHECKING:
     from ..core.trace import Trace
 
 __all__ = [
-    "OLDER", "RECENT", "RECORD_FIGURES", "TRACE_FIGURES", "Figure", "agreement_map", "draw", "draw_trace", "has",
+    "OLDER", "RECENT", "RECORD_FIGURES", "TRACE_FIGURES", "Figure", "agreement_map", "draw", "draw_trace", "has_data",
     "layer_maps", "layers_holding", "names", "recent_share", "retention_map", "visible",
 ]  # fmt: skip
 
 
 class Figure(NamedTuple):
-    """How it is drawn, what it shows, and which records it is made from."""
+    """The function that draws it, a description, and which records it uses."""
 
     draw: Callable[[Sequence[Record], Path], Path]
-    shows: str
-    wants: Callable[[Record], bool]
+    description: str
+    uses: Callable[[Record], bool]
 
 
 RECORD_FIGURES = {
@@ -61,7 +58,7 @@ RECORD_FIGURES = {
         lambda one: one.task == "retention" and one.metric == "recent share" and "layer" in one.cell,
     ),
     "words": Figure(
-        words_kept,
+        word_class_figure,
         "mean steps kept by word class",
         lambda one: one.task == "retention" and "class" in one.cell,
     ),
@@ -71,7 +68,7 @@ RECORD_FIGURES = {
         lambda one: one.metric.endswith("tokens/s") or (one.task == "pg19" and not one.cell and one.seconds > 0),
     ),
     "serving": Figure(
-        served, "requests at once and throughput in vLLM by memory, over time", lambda one: one.metric == SERVED
+        serving_figure, "requests at once and throughput in vLLM by memory, over time", lambda one: one.metric == SERVED
     ),
     "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
     "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),
@@ -94,9 +91,9 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"unknown figure {name!r}{hint}; allowed: {', '.join(names())}")
 
 
-def has(name: str, records: Iterable[Record]) -> bool:
+def has_data(name: str, records: Iterable[Record]) -> bool:
     """Whether the records have something for this figure."""
-    return any(RECORD_FIGURES[name].wants(one) for one in records)
+    return any(RECORD_FIGURES[name].uses(one) for one in records)
 
 
 def draw(
@@ -105,16 +102,16 @@ def draw(
     """Every figure that the records have something for: its name, the model, the file. One for each model."""
     several = len(models(records)) > 1
     for model in models(records):
-        mine = [one for one in records if one.model == model]
+        subset = [one for one in records if one.model == model]
         for name, figure in RECORD_FIGURES.items():
-            if only in (None, name) and has(name, mine):
+            if only in (None, name) and has_data(name, subset):
                 file = f"{name}-{model}.{kind}" if several else f"{name}.{kind}"
-                yield name, model, figure.draw(mine, folder / file)
+                yield name, model, figure.draw(subset, folder / file)
 
 
 def draw_trace(
     trace: Trace, stem: str, folder: Path, *, only: str | None = None, kind: str = "png"
 ) -> Iterator[tuple[str, Path]]:
-    for name, (make, _) in TRACE_FIGURES.items():
+    for name, (draw_figure, _) in TRACE_FIGURES.items():
         if only in (None, name):
-            yield name, make(trace, folder / f"{stem}-{name}.{kind}")
+            yield name, draw_figure(trace, folder / f"{stem}-{name}.{kind}")

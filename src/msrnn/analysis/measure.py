@@ -1,6 +1,6 @@
-"""Which tokens stay, measured: texts are read under each policy, traced and scored, and the traces become records.
+"""Measure which tokens stay: texts are read under each policy, traced and scored, and the traces become records.
 
-With a folder for traces, what it holds already is not read again, so a stopped run goes on where it was.
+Traces that are already in the folder are not measured again, so a run that was stopped resumes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ..eval.metrics import interval, mean, perplexity
 from ..eval.perplexity import Progress, score
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
-from ..hf.cost import Peak
-from ..rnn import RNN, fingerprint
+from ..hf.identity import model_identity
+from ..rnn import RNN
+from ..system.memory import Peak
 from ..system.provenance import command, commit, machine, now, versions
 from . import retention
-from .records import family
+from .policy_names import family
 from .tagger import load_tagger
 from .words import characters, encode, mean_by_class, tagged, token_classes
 
@@ -37,8 +38,8 @@ Place = tuple[str, tuple[tuple[str, Any], ...]]  # metric, cell
 
 
 @dataclass
-class Reading:
-    """A text as tokens, each with its word class (None: not asked for)."""
+class TokenizedText:
+    """A text as token ids, each with its word class (None: without word classes)."""
 
     name: str
     ids: list[int]
@@ -46,8 +47,8 @@ class Reading:
 
 
 @dataclass
-class Tally:
-    """What one policy has shown so far: for each metric and cell, the columns of each text."""
+class Totals:
+    """The sums of one policy: for each metric and cell, the columns of each text."""
 
     parts: defaultdict[Place, Parts] = field(default_factory=lambda: defaultdict(dict))
     seconds: float = 0.0
@@ -72,86 +73,89 @@ def measure(
 ) -> list[Record]:
     """Records of task `retention` for a text, or several by name, under a policy, or several.
 
-    Of each text the first `length` tokens are read. `words` also tells word classes apart. Policies of the same
+    Of each text the first `length` tokens are read. `words` adds statistics by word class. Policies of the same
     capacity are compared with the first of them, e.g. `tova-head:256` with `tova:256`.
     """
-    named = {"text": texts} if isinstance(texts, str) else dict(texts)
-    wanted = [policies] if isinstance(policies, str) else list(policies)
-    readings = prepare(tokenizer, named, length, words)
-    check(wanted, readings)
-    tallies = {policy: Tally() for policy in wanted}
-    for reading in readings:
-        done: dict[str, Trace] = {}
-        for policy in wanted:
-            done[policy] = _trace(model, reading, policy, traces, progress(f"{policy} on {reading.name}"))
-            tallies[policy].add(reading.name, rows(done[policy], reading.classes, _first_alike(done, policy)))
-            tallies[policy].seconds += float(done[policy].notes["seconds"])
-            tallies[policy].peak = max(tallies[policy].peak, int(done[policy].notes["peak bytes"]))
-    settings = {"length": length, "texts": sorted(named)}
-    return [one for policy in wanted for one in records(tallies[policy], model, policy, settings, seed)]
+    by_name = {"text": texts} if isinstance(texts, str) else dict(texts)
+    names = [policies] if isinstance(policies, str) else list(policies)
+    tokenized = prepare(tokenizer, by_name, length, words)
+    check(names, tokenized)
+    totals = {policy: Totals() for policy in names}
+    for text in tokenized:
+        traced: dict[str, Trace] = {}
+        for policy in names:
+            traced[policy] = _trace(model, text, policy, traces, progress(f"{policy} on {text.name}"))
+            totals[policy].add(text.name, rows(traced[policy], text.classes, _reference(traced, policy)))
+            totals[policy].seconds += float(traced[policy].notes["seconds"])
+            totals[policy].peak = max(totals[policy].peak, int(traced[policy].notes["peak bytes"]))
+    settings = {"length": length, "texts": sorted(by_name)}
+    return [one for policy in names for one in records(totals[policy], model, policy, settings, seed)]
 
 
-def prepare(tokenizer: Any, texts: Mapping[str, str], length: int, words: bool) -> list[Reading]:
-    """The texts' first tokens and their classes; the tagger comes once, before any model runs."""
+def prepare(tokenizer: Any, texts: Mapping[str, str], length: int, words: bool) -> list[TokenizedText]:
+    """The texts' first tokens and their classes; the tagger is loaded once, before any model runs."""
     tagger = load_tagger() if words else None
-    made = []
+    tokenized = []
     for name, text in texts.items():
         ids, spans = encode(tokenizer, text, length)
         classes = token_classes(text, spans, tagged(text, tagger, characters(spans))) if words else None
-        made.append(Reading(name, ids, classes))
-    return made
+        tokenized.append(TokenizedText(name, ids, classes))
+    return tokenized
 
 
-def check(policies: Sequence[str], readings: Sequence[Reading]) -> None:
-    """Refuse what would trace nothing, before anything is read."""
-    if not policies or not readings:
+def check(policies: Sequence[str], tokenized: Sequence[TokenizedText]) -> None:
+    """Refuse policies and texts without evictions, before anything is read."""
+    if not policies or not tokenized:
         raise ValueError("retention needs at least one text and one policy")
     for policy in policies:
         sizes = [size for size in entry(policy).capacities if size is not None]
         if not sizes:
             raise ValueError(f"{policy} keeps everything, so there is nothing to see; use e.g. tova:256")
-        short = [one for one in readings if len(one.ids) <= min(sizes) + 1]
+        short = [one for one in tokenized if len(one.ids) <= min(sizes) + 1]
         if short:
-            few = f"{short[0].name} has {len(short[0].ids)} tokens"
-            raise ValueError(f"{few}, so nothing ever leaves {policy}; give a longer text, or a smaller capacity")
+            raise ValueError(
+                f"{short[0].name} has {len(short[0].ids)} tokens, so nothing ever leaves {policy}; give a longer text, "
+                "or a smaller capacity"
+            )
 
 
 def _trace(
-    model: PreTrainedModel, reading: Reading, policy: str, folder: str | Path | None, progress: Progress | None
+    model: PreTrainedModel, text: TokenizedText, policy: str, folder: str | Path | None, progress: Progress | None
 ) -> Trace:
-    """Read the text, or take the trace that an earlier run of the same left in the folder."""
-    path = None if folder is None else Path(folder) / f"{_file_name(reading.name)}.{_file_name(policy)}.safetensors"
+    """Trace the text, or load the trace of an earlier run with the same model, policy and text."""
+    path = None if folder is None else Path(folder) / f"{_file_name(text.name)}.{_file_name(policy)}.safetensors"
     if path is not None and path.exists():
-        known = Trace.load(path)
-        same = known.tokens is not None and known.tokens[0].tolist() == reading.ids
-        same = same and known.policy == policy and known.notes.get("profile", "") == entry(policy).capacities_digest
-        if same and known.notes.get("fingerprint") == fingerprint(model):
-            return known
-    made = read(model, reading.ids, policy, progress)
-    made.notes |= {"text": reading.name, "profile": entry(policy).capacities_digest}
+        earlier = Trace.load(path)
+        same = earlier.tokens is not None and earlier.tokens[0].tolist() == text.ids
+        same = same and earlier.policy == policy
+        same = same and earlier.notes.get("profile", "") == entry(policy).capacities_digest
+        if same and earlier.notes.get("fingerprint") == model_identity(model):
+            return earlier
+    trace = trace_text(model, text.ids, policy, progress)
+    trace.notes |= {"text": text.name, "profile": entry(policy).capacities_digest}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.save(path)
-    return made
-
-
-def read(model: PreTrainedModel, ids: Sequence[int], policy: str, progress: Progress | None = None) -> Trace:
-    """The trace of one text, with what it cost and how well it was predicted in its notes."""
-    state = RNN(model, policy).start(trace=True)
-    with Peak(model.device) as peak:
-        found = score(model, ids, state.cache, progress=progress)
-    trace = state.trace
-    trace.policy = policy
-    trace.tokens = torch.tensor([list(ids)])
-    facts = {"nll": found.nll, "tokens": found.tokens, "seconds": found.seconds, "peak bytes": peak.bytes}
-    trace.notes = {name: str(value) for name, value in facts.items()} | {"fingerprint": fingerprint(model)}
+        trace.save(path)
     return trace
 
 
-def _first_alike(done: Mapping[str, Trace], policy: str) -> Trace | None:
+def trace_text(model: PreTrainedModel, ids: Sequence[int], policy: str, progress: Progress | None = None) -> Trace:
+    """The trace of one text, with time, memory and loss in its notes."""
+    state = RNN(model, policy).start(trace=True)
+    with Peak(model.device) as peak:
+        result = score(model, ids, state.cache, progress=progress)
+    trace = state.trace
+    trace.policy = policy
+    trace.tokens = torch.tensor([list(ids)])
+    facts = {"nll": result.nll, "tokens": result.tokens, "seconds": result.seconds, "peak bytes": peak.bytes}
+    trace.notes = {name: str(value) for name, value in facts.items()} | {"fingerprint": model_identity(model)}
+    return trace
+
+
+def _reference(traced: Mapping[str, Trace], policy: str) -> Trace | None:
     """The first policy of the same capacity, which this one is compared with; None if it is that one."""
-    alike = next(name for name in done if _slots(name) == _slots(policy))
-    return None if alike == policy else done[alike]
+    first = next(name for name in traced if _slots(name) == _slots(policy))
+    return None if first == policy else traced[first]
 
 
 def _slots(policy: str) -> int:
@@ -159,8 +163,8 @@ def _slots(policy: str) -> int:
     return round(entry(policy).capacity or 0)
 
 
-def rows(trace: Trace, classes: Sequence[str] | None = None, beside: Trace | None = None) -> Iterator[Row]:
-    """Everything one trace says, as columns to be added up over texts."""
+def rows(trace: Trace, classes: Sequence[str] | None = None, reference: Trace | None = None) -> Iterator[Row]:
+    """The statistics of one trace, as columns to be summed over texts."""
     yield from _recency(trace)
     yield from _early(trace)
     ages = retention.ages_for(trace.length)
@@ -169,8 +173,9 @@ def rows(trace: Trace, classes: Sequence[str] | None = None, beside: Trace | Non
     yield from _steps(trace, classes)
     yield from _agreement(trace)
     yield from _units(trace)
-    if beside is not None:
-        yield f"agreement with {beside.policy}", {}, _one(float(retention.agreement_with(trace, beside).nanmean()))
+    if reference is not None:
+        agreement = float(retention.agreement_with(trace, reference).nanmean())
+        yield f"agreement with {reference.policy}", {}, _one(agreement)
     if "nll" in trace.notes:
         yield "perplexity", {}, {name: float(trace.notes[name]) for name in ("nll", "tokens")}
 
@@ -223,7 +228,7 @@ def _agreement(trace: Trace) -> Iterator[Row]:
 
 
 def _units(trace: Trace) -> Iterator[Row]:
-    """Only where the units of a layer decide for themselves."""
+    """Only where the units of a layer decide on their own."""
     if max(deaths.shape[1] for deaths in trace.deaths) > 1:
         yield from _by_layer("agreement of heads", retention.head_agreement(trace))
         yield from _by_layer("agreement of heads on older tokens", retention.head_agreement(trace, only_older=True))
@@ -231,10 +236,10 @@ def _units(trace: Trace) -> Iterator[Row]:
 
 
 def records(
-    tally: Tally, model: PreTrainedModel, policy: str, settings: Mapping[str, Any], seed: int
+    total: Totals, model: PreTrainedModel, policy: str, settings: Mapping[str, Any], seed: int
 ) -> Iterator[Record]:
     where: dict[str, Any] = {"machine": machine(model.device), "versions": versions(), "commit": commit()}
-    for (name, cell), parts in tally.parts.items():
+    for (name, cell), parts in total.parts.items():
         parts = {text: columns for text, columns in parts.items() if all(v == v for v in columns.values())}
         if not parts:
             continue
@@ -253,8 +258,8 @@ def records(
             groups=len(parts),
             seed=seed,
             dtype=str(model.dtype).removeprefix("torch."),
-            seconds=round(tally.seconds, 3),
-            peak_bytes=tally.peak,
+            seconds=round(total.seconds, 3),
+            peak_bytes=total.peak,
             run=f"retention {family(policy)} {settings['length']}",
             cell=dict(cell),
             settings=dict(settings),

@@ -1,4 +1,4 @@
-"""The paper's own numbers (arXiv 2401.06104 v2), to stand beside ours; other models, so orders and shapes compare."""
+"""The paper's own numbers (arXiv 2401.06104 v2), shown beside ours; other models, so compare orders and shapes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def perplexity(family: str, size: float | None) -> float | None:
 
 
 def steps_kept(name: str, record: Record | None) -> int | None:
-    """The paper's mean steps of a class, to stand beside a record: of TOVA at one of its sizes, on texts as long."""
+    """The paper's mean steps of a class for a record: of TOVA at one of its sizes, on texts of the same length."""
     line = STEPS_KEPT.get(name)
     if line is None or record is None or record.settings.get("length") != LENGTH:
         return None

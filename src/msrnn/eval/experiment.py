@@ -11,7 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..policy import Plan, Policy, PolicyLike, parse, read_profile, split_profile, spread
+from ..budgets.profile import read_profile
+from ..policy import Plan, Policy, PolicyLike, parse_policy, per_layer, split_policy
 
 BASELINE = "baseline"  # the paper's short context: the plain model on a text cut into contexts of so many tokens
 
@@ -73,12 +74,13 @@ class Experiment:
         return sorted(entries, key=lambda one: one.label != "full")
 
     def _with_sizes(self, policy: str | Policy | Plan) -> list[str | Policy | Plan]:
-        if not isinstance(policy, str) or ":" in policy or policy == "full":
+        if not isinstance(policy, str) or policy == "full" or split_policy(policy).size:
             return [policy]
+        text = split_policy(policy)
         if not self.capacities:
-            raise ValueError(f"{self.path}: policy {policy!r} has no size; write {policy}:512, or give `capacities`")
-        head, comma, rest = policy.partition(",")
-        return [f"{head}:{size}{comma}{rest}" for size in self.capacities]
+            example = text.with_size(512)
+            raise ValueError(f"{self.path}: policy {policy!r} has no size; write {example}, or give `capacities`")
+        return [text.with_size(size) for size in self.capacities]
 
 
 def entry(policy: str | Policy | Plan) -> Entry:
@@ -86,18 +88,17 @@ def entry(policy: str | Policy | Plan) -> Entry:
     if not isinstance(policy, str):
         capacities = tuple(one.capacity for one in (policy.policies if isinstance(policy, Plan) else (policy,)))
         return Entry(str(policy), policy, capacities) if any(capacities) else Entry(str(policy), None)
-    name, _, size = policy.partition(":")
-    if name == BASELINE:
-        if not size.isdigit() or int(size) < 2:
+    text = split_policy(policy)
+    size = int(text.size) if text.size.isdigit() else None
+    if text.kind == BASELINE:
+        if size is None or size < 2:
             raise ValueError(f"{policy!r}: the baseline needs a context of at least 2 tokens; write baseline:512")
-        return Entry(policy, None, (int(size),), int(size))
-    kind, profile = split_profile(policy)
-    if profile:
-        average = kind.partition(":")[2].partition(",")[0]
-        sizes = read_profile(profile, int(average) if average.isdigit() else None)
-        spread(kind, sizes)  # refuse what does not fit together; kept as text, so that the model is checked later
+        return Entry(policy, None, (size,), size)
+    if text.profile:
+        sizes = read_profile(text.profile, size)
+        per_layer(text.policy, sizes)  # refuse what does not fit together; the model is checked by the cache
         return Entry(policy, policy, tuple(sizes))
-    parsed = parse(policy)
+    parsed = parse_policy(policy)
     return Entry(policy, None) if parsed.capacity is None else Entry(policy, parsed, (parsed.capacity,))
 
 
@@ -122,7 +123,8 @@ def make_experiment(table: Mapping[str, Any], tasks: Mapping[str, type], path: s
     own = {f.name for f in fields(tasks[name])}
     _check_keys(table, sorted(common | own), where)
     settings = from_table(tasks[name], {k: v for k, v in table.items() if k in own}, where)
-    experiment = from_table(Experiment, {k: v for k, v in table.items() if k in common and k not in own}, where)
+    shared = {k: v for k, v in table.items() if k in common and k not in own}
+    experiment: Experiment = from_table(Experiment, shared, where)
     experiment = replace(experiment, settings=settings, path=path)
     experiment.entries()  # refuse a policy that cannot be parsed now, not hours later
     return experiment

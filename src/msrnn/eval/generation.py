@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ..engine.engine import Engine, Request
+from ..engine.engine import Engine
+from ..engine.request import Request
 from ..policy import PolicyLike
 from .perplexity import new_cache
 from .task import Output

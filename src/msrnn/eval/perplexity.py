@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..hf.cache import cache as bounded_cache
-from ..hf.cache import text_config
+from ..hf.geometry import text_config
 from ..policy import PolicyLike
 
 PIECE = 256  # tokens per forward pass: 48 MiB of logits for a vocabulary of 49,152 in float32
@@ -138,7 +138,8 @@ def short_context_nll(
     contexts = ids[:, :whole].reshape(-1, context)
     # as many tokens per forward pass as a batch of whole rows would have
     batch = max(1, len(ids) * piece // min(piece, context))
-    parts = [token_nll(model, rows, piece=piece, progress=progress) for rows in contexts.split(batch)] if whole else []
+    batches = torch.split(contexts, batch) if whole else ()
+    parts = [token_nll(model, rows, piece=piece, progress=progress) for rows in batches]
     losses = torch.cat(parts).reshape(len(ids), -1) if parts else torch.empty(len(ids), 0)
     rest = ids[:, whole:]
     if rest.shape[1] > 1:

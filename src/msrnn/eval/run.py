@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from ..hf.cost import Peak
-from ..rnn import fingerprint
+from ..hf.identity import model_identity
 from ..system.console import progress
+from ..system.memory import Peak
 from ..system.provenance import command, commit, machine, now, versions
 from . import metrics, positions, tasks
 from .experiment import Entry, Experiment
@@ -86,7 +86,7 @@ def _deciding_settings(experiment: Experiment, model: PreTrainedModel) -> dict[s
     return {
         "task": experiment.task,
         "settings": asdict(experiment.settings),
-        "model": fingerprint(model),
+        "model": model_identity(model),
         "dtype": str(model.dtype),
         "seed": experiment.seed,
     }
@@ -230,7 +230,7 @@ class Runner:
                 for metric in self.task.metrics:
                     if metric.applies(parts):
                         interval = metrics.interval(parts, metric, experiment.seed)
-                        values = {"metric": metric.name} | interval._asdict()
+                        values: dict[str, Any] = {"metric": metric.name} | interval._asdict()
                         values |= {"cell": cell, "parts": parts, "samples": count, "groups": len(parts)}
                         yield Record(**values, **self._conditions(experiment, entry, results))
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from ...hf.cache import geometry
+from ...hf.geometry import geometry
 from .. import data, metrics
 from ..positions import GAPS
 from ..prompts import Resources

@@ -1,11 +1,11 @@
-"""What the scripts of experiments/questions share: options, a model, a text, and an answer as table and records."""
+"""Shared by the scripts of this folder: options, a model, a text, and results as a table and as records."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..eval.record import Cell, Record, write_records
-from ..hf.load import load
-from ..system.provenance import command, commit, machine, now, versions
-from ..system.text import read_blocks
-from .benchmarks import capacity_in
+from msrnn.analysis.policy_names import policy_capacity
+from msrnn.eval.record import Cell, Record, write_records
+from msrnn.hf.load import load
+from msrnn.system.console import table
+from msrnn.system.provenance import command, commit, machine, now, versions
+from msrnn.system.text import read_blocks
 
 
-def arguments(
+def parse_options(
     about: str | None, argv: Sequence[str] | None, *, text: bool = True, **defaults: Any
 ) -> argparse.Namespace:
-    """`--model`, `--text`, `--tokens`, `--capacity`, `-o`, and whatever has a default of its own here."""
+    """`--model`, `--text`, `--tokens`, `--capacity`, `-o`, and an option for each of `defaults`."""
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=kind, allow_abbrev=False)
     parser.add_argument("--model", help="a hub name, a folder or a .gguf file (default: the bundled SmolLM2)")
@@ -37,11 +38,11 @@ def arguments(
     return parser.parse_args(argv)
 
 
-def opened(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
+def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
     return load(options.model, device=options.device)
 
 
-def text_of(options: argparse.Namespace) -> str:
+def read_text(options: argparse.Namespace) -> str:
     if options.text:
         return "".join(read_blocks(options.text))
     from pydoc_data.topics import topics
@@ -49,7 +50,7 @@ def text_of(options: argparse.Namespace) -> str:
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
 
-def ids_of(tokenizer: Any, text: str, count: int) -> list[int]:
+def encode(tokenizer: Any, text: str, count: int) -> list[int]:
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"][:count]
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens; give a longer one")
@@ -57,14 +58,14 @@ def ids_of(tokenizer: Any, text: str, count: int) -> list[int]:
 
 
 @dataclass
-class Answer:
-    """Lines of a table as they are found; `show` prints them and, where asked, adds them to a file as records."""
+class Results:
+    """Measurements of one question; `show` prints them as a table and, with an output file, appends them as records."""
 
     question: str
     model: PreTrainedModel
     settings: dict[str, Any]
     records: list[Record] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=time.perf_counter)
 
     def perplexity(self, policy: str, nll: Tensor | float, tokens: int, **cell: float | int | str) -> float:
         nats = float(nll.double().sum()) if isinstance(nll, Tensor) else nll
@@ -75,13 +76,13 @@ class Answer:
     def add(
         self, policy: str, metric: str, value: float, cell: Cell, parts: dict[str, dict[str, float]], samples: int
     ) -> None:
-        seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         self.records.append(
             Record(
                 task=f"question: {self.question}",
                 model=Path(str(self.model.config.name_or_path)).name or "unnamed",
                 policy=policy,
-                capacity=capacity_in(policy),
+                capacity=policy_capacity(policy),
                 metric=metric,
                 value=value,
                 low=None,
@@ -106,17 +107,11 @@ class Answer:
 
     def show(self, output: str | None) -> None:
         names = list(dict.fromkeys(name for one in self.records for name in one.cell))
-        head = ["policy", *names, self.records[0].metric, "seconds"]
-        rows = [[one.policy, *[str(one.cell.get(n, "")) for n in names], f"{one.value:.3f}", f"{one.seconds:.1f}"]
-                for one in self.records]  # fmt: skip
-        print(aligned([head, *rows]))
+        header = ["policy", *names, self.records[0].metric, "seconds"]
+        rows = [
+            [one.policy, *[one.cell.get(name, "") for name in names], f"{one.value:.3f}", f"{one.seconds:.1f}"]
+            for one in self.records
+        ]
+        print(table(rows, header))
         if output:
             write_records(output, self.records)
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text as columns, names to the left and numbers to the right."""
-    table = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
-    return "\n".join("  ".join(line) for line in lines)

@@ -1,0 +1,30 @@
+"""What a record's policy is called in figures and tables. Light: no torch.
+
+Policies of records are texts such as `tova:512`, `tova:256,profile=FILE`, `baseline:64`, the name of a plan
+(`tova:avg=256`), or a label such as `tova:256 by layer`.
+"""
+
+from __future__ import annotations
+
+from ..policy import split_policy
+
+
+def short_name(policy: str) -> str:
+    """A policy as tables name it: `tova:512 by layer` where a profile gives every layer its own capacity."""
+    text = split_policy(policy)
+    return text.policy if text.profile is None else f"{text.policy} by layer"
+
+
+def family(policy: str) -> str:
+    """A policy's name without its size: `tova` for tova:512, `window+4` for window+4:512."""
+    text = split_policy(short_name(policy))
+    _, space, label = text.size.partition(" ")
+    return ", ".join(part for part in text.kind.split(",") if not part.startswith("avg=")) + space + label
+
+
+def policy_capacity(policy: str) -> float | None:
+    """The number of slots that a policy's text names; None for `full`, fractions and bytes."""
+    text = split_policy(policy)
+    averages = [part.removeprefix("avg=") for part in text.kind.split(",") if part.startswith("avg=")]
+    size, _, _ = (text.size or "".join(averages)).partition(" ")
+    return float(size) if size.replace(".", "", 1).isdigit() else None
