@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/vllm_backend.py --device cuda --out results/vllm_backend.jsonl
     PYTHONPATH=src python benchmarks/vllm_backend.py --device cpu --time 9,3,64,256,2176,1,8,32
 
-`check` drives `adapters.vllm.batch`, which is all that a layer runs inside vLLM, with blocks and metadata as vLLM makes
+`check` drives `msrnn.vllm.batch`, which is all that a layer runs inside vLLM, with blocks and metadata as vLLM makes
 them: requests of unequal length in scattered blocks, prompts in pieces, mixed batches, and single tokens in a batch of
 fixed shape with padded rows (on a GPU a CUDA graph). Every output is compared with one undisturbed reading of the same
 text. `time` measures a batch of steps beside the bytes that it must read and beside attention to a full cache.
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from msrnn.core import recurrence
 from msrnn.core.attention import Attention
-from msrnn.core.slots import State
-from msrnn.policy import Policy, parse
+from msrnn.core.recurrence import read as read_text
+from msrnn.core.slots import Slots
+from msrnn.policy import Policy, parse_policy
 from msrnn.system.provenance import command, commit, machine, now, versions
-from msrnn.vllm.batch import Batch, Fixed, attend, batch_of
-from msrnn.vllm.block import Blocks, Layout
+from msrnn.vllm.batch import Batch, StaticInputs, attend, batch_of
+from msrnn.vllm.block import Layout
 
 HEADS, KV_HEADS, SIZE = 6, 3, 64
 POLICIES = (
     *("tova:48", "tova-head:48", "tova-query-head:48", "window+4:48"),
     *("h2o:48", "h2o-layer:48", "fade:48", "tova+2:48,last=8,momentum=0.5"),
+    *("tova:48,gain=value_norm", "h2o:48,gain=value_norm"),
 )
 SHAPES = {"cuda": "32,8,128,1024,16384,1,32,128", "cpu": "9,3,64,256,2176,1,8"}
 LAYERS = 8  # different memory each, so that nothing is left in a cache from one to the next
@@ -61,7 +62,7 @@ def main() -> None:
 
 def blocks_of(
     policy: Policy, shape: tuple[int, int, int], count: int, dtype: torch.dtype, device: torch.device
-) -> Blocks:
+) -> Slots:
     """As vLLM gives memory: one run of bytes per block, with what an earlier request left in them."""
     heads, kv_heads, size = shape
     layout = Layout(policy, heads, kv_heads, size, size, dtype)
@@ -74,7 +75,7 @@ def check(text: str, device: torch.device) -> dict[str, object]:
 
     The largest error beside each text alone, read at once.
     """
-    policy, attention, homes = parse(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
+    policy, attention, homes = parse_policy(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
     torch.manual_seed(0)
     texts = [[torch.randn(160, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes]
     blocks = blocks_of(policy, (HEADS, KV_HEADS, SIZE), 9, torch.float32, device)
@@ -84,9 +85,9 @@ def check(text: str, device: torch.device) -> dict[str, object]:
     _replay(blocks, policy, attention, homes, texts, read, got, steps=20)
     errors = []
     for count, parts, (query, key, value) in zip(read, got, texts, strict=True):
-        alone = State.empty(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
+        alone = Slots.empty(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
         new = (tensor[:count].transpose(0, 1)[None] for tensor in (query, key, value))
-        want = recurrence.run(alone, *new, policy, attention)[0].transpose(0, 1)
+        want = read_text(alone, *new, policy, attention)[0].transpose(0, 1)
         errors.append(float((torch.cat(parts) - want).abs().max()))
     held = int((blocks.positions[homes] >= 0).sum(-1).max())
     right = max(errors) < 1e-4 and held <= (policy.capacity or 0)
@@ -97,7 +98,7 @@ def check(text: str, device: torch.device) -> dict[str, object]:
 
 
 def _run(
-    blocks: Blocks,
+    blocks: Slots,
     policy: Policy,
     attention: Attention,
     homes: list[int],
@@ -126,7 +127,7 @@ def _run(
 
 
 def _replay(
-    blocks: Blocks,
+    blocks: Slots,
     policy: Policy,
     attention: Attention,
     homes: list[int],
@@ -140,12 +141,12 @@ def _replay(
     On a GPU from a CUDA graph, which knows nothing of the host.
     """
     device, rows = texts[0][0].device, len(homes) + 2
-    fixed, starts = Fixed(rows + 3, device), list(range(rows + 1))
+    inputs, starts = StaticInputs(rows + 3, device), list(range(rows + 1))
 
     def next_batch(counts: list[int]) -> Batch:
         """As the builder makes it of vLLM's tensors, before every batch."""
         table, computed = (torch.tensor([*of, 0, 0], dtype=torch.int32, device=device) for of in (homes, counts))
-        return batch_of(*fixed.put(table, computed), starts)
+        return batch_of(*inputs.put(table, computed), starts)
 
     new = [torch.zeros(rows, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
     output = torch.empty_like(new[0])
@@ -156,8 +157,7 @@ def _replay(
     def call() -> None:
         attend(blocks, batch, *new, policy, attention, output)
 
-    parts = [blocks.keys, blocks.values, blocks.positions, blocks.slot]
-    parts += [] if blocks.scores is None else [blocks.scores]
+    parts = list(blocks.tensors().values())
     before = [part.clone() for part in parts]
     replay = _graphed(call) if device.type == "cuda" else call
     for part, old in zip(parts, before, strict=True):
@@ -174,7 +174,7 @@ def _replay(
 
 
 def _graphed(call: Callable[[], None]) -> Callable[[], None]:
-    from cuda import captured  # Triton's, so on a GPU only
+    from gpu import captured  # Triton's, so on a GPU only
 
     return captured(call)
 
@@ -182,7 +182,7 @@ def _graphed(call: Callable[[], None]) -> Callable[[], None]:
 def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
     """A layer's step for so many requests with a full state, beside attention to a full cache."""
     heads, kv_heads, size, capacity, context = shape[:5]
-    policy, attention = parse(f"tova:{capacity}"), Attention(size**-0.5)
+    policy, attention = parse_policy(f"tova:{capacity}"), Attention(size**-0.5)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layers = [blocks_of(policy, (heads, kv_heads, size), batch + 1, dtype, device) for _ in range(LAYERS)]
     for blocks in layers:
@@ -190,7 +190,7 @@ def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, objec
         blocks.values.normal_()
         blocks.positions.copy_(torch.arange(capacity + 1, device=device).expand_as(blocks.positions))
         blocks.positions[:, :, 3] = -1
-        blocks.slot.fill_(3)
+        blocks.next.fill_(3)
     new = [torch.randn(batch, n, size, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
     index, seen = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
     made, output = batch_of(index, seen, list(range(batch + 1))), torch.empty_like(new[0])

@@ -1,4 +1,4 @@
-"""A layer's work inside vLLM, with blocks and metadata as vLLM makes them, on every device here; no vLLM needed."""
+"""A layer's work inside vLLM, with blocks and metadata as vLLM builds them, on every device here; no vLLM needed."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from msrnn.policy import parse_policy
+from msrnn.vllm.batch import StaticInputs, batch_of
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_backend.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+POLICIES = [
+    *("tova:48", "tova-query-head:48", "h2o:48", "tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm"),
+    *("h2o:48,gain=value_norm", "tova-query-head:48,gain=value_norm"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,32 +28,48 @@ def script():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", ["tova:48", "tova-query-head:48", "h2o:48", "tova+2:48,last=8,momentum=0.5"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_mixed_batches_and_padded_steps_answer_as_each_text_alone(script, policy, device):
-    found = script.check(policy, torch.device(device))
-    assert found["error"] < 1e-5 * (1 if device == "cpu" else 10)
-    assert found["held"] == 48
-    assert found["graph"] == (device == "cuda")
-    assert min(found["read"]) < 48 < max(found["read"]), "some begin, and some have forgotten"
+    record = script.check(policy, torch.device(device))
+    assert record["error"] < 1e-5 * (1 if device == "cpu" else 10)
+    assert record["held"] == 48
+    assert record["graph"] == (device == "cuda")
+    assert min(record["read"]) < 48 < max(record["read"]), "some requests begin, and some have evicted tokens"
 
 
 def test_the_check_sees_another_policy(script, monkeypatch):
     """Or it would prove nothing."""
-    real, other = script.attend, script.parse("window:48")
+    attend, other = script.attend, parse_policy("window:48")
     monkeypatch.setattr(
-        script, "attend", lambda blocks, batch, q, k, v, policy, *rest: real(blocks, batch, q, k, v, other, *rest)
+        script, "attend", lambda blocks, batch, q, k, v, policy, *rest: attend(blocks, batch, q, k, v, other, *rest)
     )
     assert not script.check("tova:48", torch.device("cpu"))["right"]
 
 
-def test_a_batch_of_steps_asks_nothing_of_the_device(script):
-    """As vLLM replays a graph: what a batch is made of lies where that of the batch before lay."""
-    fixed = script.Fixed(8, torch.device("meta"))
-    steps = script.batch_of(*fixed.put(*torch.zeros(2, 4, device="meta")), [0, 1, 2, 3, 3])
-    assert steps.steps == 4
-    assert steps.begins
-    assert steps.block_list == steps.seen_list == []
-    real = script.Fixed(8, torch.device("cpu"))
-    first, second = (real.put(*torch.full((2, 4), number, dtype=torch.int32)) for number in (3, 5))
+def test_a_batch_of_steps_does_not_wait_for_the_device():
+    """As vLLM replays a CUDA graph: the inputs of every batch lie at the same addresses."""
+    inputs = StaticInputs(8, torch.device("meta"))
+    batch = batch_of(*inputs.put(*torch.zeros(2, 4, device="meta")), [0, 1, 2, 3, 3])
+    assert batch.steps == 4
+    assert batch.begins
+    assert batch.block_list == batch.seen_list == []
+    inputs = StaticInputs(8, torch.device("cpu"))
+    first, second = (inputs.put(*torch.full((2, 4), number, dtype=torch.int32)) for number in (3, 5))
     assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
     assert first[0].tolist() == [5] * 4
+
+
+@pytest.mark.parametrize(
+    "seen, starts, steps, begins",
+    [
+        ([4, 7], [0, 1, 2], 2, False),
+        ([4, 0], [0, 1, 2], 2, True),
+        ([4, 0], [0, 1, 9], 1, False),  # the request that begins is a prefill
+        ([0, 4], [0, 5, 9], 0, False),
+        ([4, 7], [0, 1, 1], 2, False),  # padding has no tokens
+    ],
+)
+def test_steps_come_before_prefill(seen, starts, steps, begins):
+    batch = batch_of(torch.tensor([5, 2]), torch.tensor(seen), starts)
+    assert (batch.steps, batch.begins) == (steps, begins)
+    assert (batch.block_list, batch.seen_list) == ([5, 2], seen)

@@ -1,32 +1,39 @@
-"""States inside vLLM's blocks, without vLLM: what its plugin keeps is what the recurrence keeps."""
+"""Slots inside vLLM's blocks, without vLLM: a request in a block answers as the recurrence does on its own."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from msrnn.core import recurrence
 from msrnn.core.attention import Attention
-from msrnn.core.slots import State
-from msrnn.policy import Plan, parse
+from msrnn.core.recurrence import read, step
+from msrnn.core.slots import Slots
+from msrnn.policy import Plan, parse_policy
 from msrnn.vllm import settings
-from msrnn.vllm.block import Layout
-from msrnn.vllm.step import step
+from msrnn.vllm.block import Layout, clear, one_request
 
 HEADS, KV_HEADS, SIZE, TOKENS = 6, 3, 8, 30
-POLICIES = ("tova:7", "tova-head:7", "tova-query-head:7", "h2o:8", "h2o-layer:8", "window+2:7", "tova+2:7,last=1")
+POLICIES = (
+    *("tova:7", "tova-head:7", "tova-query-head:7", "h2o:8", "h2o-layer:8", "window+2:7", "tova+2:7,last=1"),
+    *("tova:7,gain=value_norm", "h2o:8,gain=value_norm", "tova-query-head:7,gain=value_norm"),
+)
 
 
-class Spread(Attention):
-    """Heads that decide together with those of other processes: here there are none."""
+class Sharded(Attention):
+    """Heads that decide together with those of other processes; here there are none."""
+
+    @property
+    def sharded(self) -> bool:
+        return True
 
 
-def layout(policy: str, dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout(parse(policy), HEADS, KV_HEADS, SIZE, SIZE, dtype)
+def layout_of(text: str, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout(parse_policy(text), HEADS, KV_HEADS, SIZE, SIZE, dtype)
 
 
-def memory(of: Layout, blocks: int = 5) -> torch.Tensor:
+def memory(layout: Layout, blocks: int = 5) -> torch.Tensor:
     """Blocks as vLLM gives them, full of what another request left."""
-    filling = torch.full((blocks, 1, 1, of.nbytes), 0x55, dtype=torch.uint8)
-    return filling.view(of.dtype)
+    return torch.full((blocks, 1, 1, layout.nbytes), 0x55, dtype=torch.uint8).view(layout.dtype)
 
 
 def texts(count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -35,87 +42,131 @@ def texts(count: int) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(torch.randn(1, heads, TOKENS, SIZE) for heads in sizes) for _ in range(count)]
 
 
-def alone(policy: str, text: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    query, key, value = text
-    state = State.empty(parse(policy), key, value, HEADS)
-    return recurrence.run(state, query, key, value, parse(policy), Attention(SIZE**-0.5))
+def alone(text: str, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    policy = parse_policy(text)
+    slots = Slots.empty(policy, *tokens[1:], HEADS)
+    return read(slots, *tokens, policy, Attention(SIZE**-0.5))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", [Attention, Spread])
-def test_requests_in_blocks_answer_as_each_alone(policy, kind):
-    """Prompts of unequal length in pieces, then steps together: every output equals one undisturbed reading."""
-    of = layout(policy)
-    blocks, attention, made = of.carve(memory(of)), kind(SIZE**-0.5), parse(policy)
-    homes, read, given = [3, 1, 4], [19, 4, 0], texts(3)
-    outputs = [[] for _ in given]
-    for request, (home, prompt) in enumerate(zip(homes, read, strict=True)):
-        blocks.clear(home)
+def step_in_blocks(blocks, index, seen, tokens, policy, attention) -> torch.Tensor:
+    """One token of some requests, as `vllm.batch.attend` runs it."""
+    clear(blocks, index, seen)
+    return step(replace(blocks, rows=index, seen=seen), *tokens, policy, attention)
+
+
+@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("kind", [Attention, Sharded])
+def test_requests_in_blocks_answer_as_each_alone(text, kind):
+    """Prompts of unequal length in pieces, then steps together: every output equals one uninterrupted read."""
+    layout = layout_of(text)
+    blocks, attention, policy = layout.carve(memory(layout)), kind(SIZE**-0.5), parse_policy(text)
+    homes, lengths, requests = [3, 1, 4], [19, 4, 0], texts(3)
+    outputs = [[] for _ in requests]
+    for request, (home, prompt) in enumerate(zip(homes, lengths, strict=True)):
+        clear(blocks, torch.tensor([home]), torch.tensor([0]))
         for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
             if end > start:
-                news = [tensor[:, :, start:end] for tensor in given[request]]
-                outputs[request].append(recurrence.run(blocks.state(home, start, end - start), *news, made, attention))
+                tokens = [tensor[:, :, start:end] for tensor in requests[request]]
+                outputs[request].append(read(one_request(blocks, home, start), *tokens, policy, attention))
     for turn in range(10):
-        seen = torch.tensor(read) + turn
-        news = [torch.cat([text[n][:, :, read[i] + turn] for i, text in enumerate(given)]) for n in range(3)]
-        index = torch.tensor(homes)
-        blocks.clear_new(index, seen)
-        together = step(blocks, index, seen, *news, made, attention)
+        seen = torch.tensor(lengths) + turn
+        tokens = [torch.cat([t[n][:, :, lengths[i] + turn] for i, t in enumerate(requests)]) for n in range(3)]
+        together = step_in_blocks(blocks, torch.tensor(homes), seen, tokens, policy, attention)
         for request in range(3):
             outputs[request].append(together[request : request + 1, :, None])
-    for request, prompt in enumerate(read):
-        expected = alone(policy, given[request])[:, :, : prompt + 10]
+    for request, prompt in enumerate(lengths):
+        expected = alone(text, requests[request])[:, :, : prompt + 10]
         torch.testing.assert_close(torch.cat(outputs[request], 2), expected, rtol=1e-5, atol=1e-5)
-    assert ((blocks.positions[homes] >= 0).sum(-1) <= made.capacity).all()
+    assert ((blocks.positions[homes] >= 0).sum(-1) <= policy.capacity).all()
 
 
-@pytest.mark.parametrize("policy", ["tova:7", "h2o:8", "window+2:7"])
-def test_a_request_of_single_tokens_begins_clean(policy):
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "window+2:7", "h2o:8,gain=value_norm"])
+def test_a_request_of_single_tokens_begins_empty(text):
     """A prompt of one token is a step, in a block that still holds what an earlier request left."""
-    of = layout(policy)
-    blocks, text = of.carve(memory(of)), texts(1)[0]
-    index, outputs = torch.tensor([2]), []
+    layout, policy = layout_of(text), parse_policy(text)
+    blocks, tokens = layout.carve(memory(layout)), texts(1)[0]
+    outputs = []
     for turn in range(12):
-        seen = torch.tensor([turn])
-        blocks.clear_new(index, seen)
-        news = [tensor[:, :, turn] for tensor in text]
-        outputs.append(step(blocks, index, seen, *news, parse(policy), Attention(SIZE**-0.5)))
-    torch.testing.assert_close(torch.stack(outputs, 2), alone(policy, text)[:, :, :12], rtol=1e-5, atol=1e-5)
+        new = [tensor[:, :, turn] for tensor in tokens]
+        index, seen = torch.tensor([2]), torch.tensor([turn])
+        outputs.append(step_in_blocks(blocks, index, seen, new, policy, Attention(SIZE**-0.5)))
+    torch.testing.assert_close(torch.stack(outputs, 2), alone(text, tokens)[:, :, :12], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["tova:7", "h2o:8"])
-def test_a_step_touches_no_other_block(policy):
-    of = layout(policy)
-    raw = memory(of)
-    blocks, before = of.carve(raw), raw.view(torch.uint8).clone()
-    query, key, value = (tensor[:, :, 0] for tensor in texts(1)[0])
-    index, seen = torch.tensor([2]), torch.tensor([0])
-    blocks.clear_new(index, seen)
-    step(blocks, index, seen, query, key, value, parse(policy), Attention(SIZE**-0.5))
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm"])
+def test_a_step_touches_no_other_block(text):
+    layout = layout_of(text)
+    raw = memory(layout)
+    blocks, before = layout.carve(raw), raw.view(torch.uint8).clone()
+    tokens = [tensor[:, :, 0] for tensor in texts(1)[0]]
+    step_in_blocks(blocks, torch.tensor([2]), torch.tensor([0]), tokens, parse_policy(text), Attention(SIZE**-0.5))
     changed = (raw.view(torch.uint8) != before).flatten(1).any(1)
     assert changed.tolist() == [False, False, True, False, False]
 
 
-def test_parts_do_not_overlap_and_fill_the_block():
-    of = layout("h2o:8", torch.bfloat16)
-    raw = memory(of, 2).view(torch.uint8)
-    blocks = of.carve(raw.zero_().view(torch.bfloat16))
-    for part in (blocks.keys, blocks.values, blocks.positions, blocks.slot, blocks.seen, blocks.scores):
-        assert not part[1].any(), "an earlier part reaches into this one"
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm"])
+def test_clear_empties_the_blocks_of_requests_that_begin(text):
+    """Of three blocks of a batch two begin; the third and the others stay as they are."""
+    layout = layout_of(text)
+    raw = memory(layout)
+    blocks = layout.carve(raw)
+    blocks.positions.copy_(torch.arange(blocks.positions.shape[2]))
+    blocks.next.fill_(3)
+    before = raw.view(torch.uint8).clone()
+    clear(blocks, torch.tensor([4, 1, 2]), torch.tensor([0, 9, 0]))
+    for block in (2, 4):
+        assert (blocks.positions[block] == -1).all()
+        assert not blocks.next[block].any()
+        assert blocks.scores is None or not blocks.scores[block].any()
+    assert torch.equal(raw.view(torch.uint8)[[0, 1, 3]], before[[0, 1, 3]])
+
+
+def test_one_request_is_a_view_of_its_block():
+    layout = layout_of("h2o:8,gain=value_norm")
+    blocks = layout.carve(memory(layout))
+    slots = one_request(blocks, 3, 17)
+    assert slots.seen.tolist() == [17]
+    assert slots.fed == 17
+    assert slots.limit == 9
+    assert slots.filled == 9
+    for name, tensor in slots.tensors().items():
+        assert tensor.data_ptr() == getattr(blocks, name)[3:].data_ptr(), name
+        assert len(tensor) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_do_not_overlap_and_fill_the_block(dtype):
+    layout = layout_of("h2o:8,gain=value_norm", dtype)
+    raw = memory(layout, 2).view(torch.uint8)
+    blocks = layout.carve(raw.zero_().view(dtype))
+    parts = blocks.tensors()
+    assert set(parts) == {"keys", "values", "positions", "scores", "gains", "next", "seen"} == set(layout.parts)
+    for name, part in parts.items():
+        assert not part[1].any(), f"an earlier part reaches into {name}"
         part[1] = 1
     assert not raw[0].any(), "a part reaches into another request's block"
-    assert of.nbytes % 64 == 0
+    assert layout.nbytes % 64 == 0
+    assert sum(part[1].nbytes for part in parts.values()) <= layout.nbytes
+    assert blocks.gains.dtype == blocks.scores.dtype == torch.float32
 
 
-def test_scores_only_where_they_are_remembered():
-    assert "scores" in layout("h2o:8").parts
-    assert "scores" not in layout("tova:8").parts
-    assert "scores" not in layout("window:8,momentum=1").parts
+def test_scores_and_gains_only_where_the_policy_needs_them():
+    assert "scores" in layout_of("h2o:8").parts
+    assert "scores" not in layout_of("tova:8").parts
+    assert "scores" not in layout_of("window:8,momentum=1").parts
+    assert "gains" in layout_of("tova:8,gain=value_norm").parts
+    assert "gains" not in layout_of("h2o:8").parts
+    assert "gains" not in layout_of("window:8,gain=value_norm").parts
 
 
-@pytest.mark.parametrize("texts", [["tova:64"] * 3, ["tova:64", "window+4:32", "h2o:16"]])
+def test_an_unbounded_policy_has_no_layout():
+    with pytest.raises(ValueError, match="full is not bounded"):
+        _ = layout_of("full").nbytes
+
+
+@pytest.mark.parametrize("texts", [["tova:64"] * 3, ["tova:64", "window+4:32", "h2o:16,gain=value_norm"]])
 def test_a_plan_survives_the_environment(texts, monkeypatch):
-    plan = Plan(tuple(parse(text) for text in texts))
+    plan = Plan(tuple(parse_policy(text) for text in texts))
     monkeypatch.setenv("MSRNN_POLICY", settings.write(plan))
     assert [settings.policy_of(layer) for layer in range(3)] == list(plan.policies)
 
@@ -126,7 +177,7 @@ def test_a_plan_survives_the_environment(texts, monkeypatch):
 )
 def test_what_cannot_be_served_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
-        settings.read(text)
+        settings.parse(text)
 
 
 def test_a_plan_too_short_for_the_model_is_refused(monkeypatch):

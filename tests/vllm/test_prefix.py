@@ -1,4 +1,4 @@
-"""State files that a server's requests start from: made by the command, checked before anybody trusts them."""
+"""State files that a server's requests start from: built by the command, checked before they are used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import msrnn
 from msrnn.cli import main
 from msrnn.hf import load as models
-from msrnn.rnn import StateError
+from msrnn.hf.identity import weights_digest
+from msrnn.state_file import StateError
 from msrnn.vllm.plugin import Refused
-from msrnn.vllm.prefix import Prefix, read_all
+from msrnn.vllm.prefix import Prefix, read_prefixes
 
 TEXT = "You answer in one sentence. You never guess.\n" * 5
 
@@ -32,26 +33,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built")
+def state_file(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("state")
     (folder / "text.txt").write_text(TEXT)
     path = folder / "system.state"
-    given = ["--policy", "h2o:8", "--dtype", "float32", "--device", "cpu", "-q", "-o", str(path)]
-    assert main(["state", "build", tiny, "--text", str(folder / "text.txt"), *given]) == 0
+    options = ["--policy", "h2o:8", "--dtype", "float32", "--device", "cpu", "-q", "-o", str(path)]
+    assert main(["state", "build", tiny, "--text", str(folder / "text.txt"), *options]) == 0
     return path
 
 
-def test_the_file_is_the_state_after_the_text(tiny: str, built: Path) -> None:
-    prefix = Prefix.read("system", built)
+def test_the_file_is_the_state_after_the_text(tiny: str, state_file: Path) -> None:
+    prefix = Prefix.read("system", state_file)
     model, tokenizer = models.load(tiny, dtype="float32")
     ids = tokenizer(TEXT)["input_ids"]
     assert list(prefix.tokens) == ids
     rnn = msrnn.RNN(model, "h2o:8")
     _, state = rnn.read(ids, rnn.start())
-    for index, layer in enumerate(state.layers):
-        for name, tensor in layer.tensors().items():
+    for index, slots in enumerate(state.layers):
+        for name, tensor in slots.tensors().items():
             assert torch.equal(prefix.tensors[f"{index}.{name}"], tensor), name
-    again = rnn.load(built)
+    again = rnn.load(state_file)
     assert again.seen == [len(ids)]
     prefix.check(tiny, None, torch.float32, ["h2o:8"])
     prefix.check(tiny, None, torch.float32, ["h2o:8", "h2o:8"])
@@ -60,23 +61,23 @@ def test_the_file_is_the_state_after_the_text(tiny: str, built: Path) -> None:
 def test_a_system_message_is_read_as_the_template_writes_it(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     path = tmp_path / "s.state"
-    given = ["--policy", "tova:8", "--device", "cpu", "-q", "--system", "-o", str(path)]
-    assert main(["state", "build", tiny, "--text", str(tmp_path / "text.txt"), *given]) == 0
+    options = ["--policy", "tova:8", "--device", "cpu", "-q", "--system", "-o", str(path)]
+    assert main(["state", "build", tiny, "--text", str(tmp_path / "text.txt"), *options]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     messages = [{"role": "system", "content": TEXT.strip()}, {"role": "user", "content": "Who?"}]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     prefix = Prefix.read("s", path)
-    assert prefix.begins(whole)
+    assert prefix.matches(whole)
     assert len(whole) - len(prefix.tokens) < 15, "little more than the question is left to read"
 
 
-def test_only_prompts_that_begin_with_it_and_go_on(built: Path) -> None:
-    prefix = Prefix.read("system", built)
+def test_only_prompts_that_begin_with_it_and_go_on(state_file: Path) -> None:
+    prefix = Prefix.read("system", state_file)
     tokens = list(prefix.tokens)
-    assert prefix.begins([*tokens, 5])
-    assert not prefix.begins(tokens), "the last token must be computed, to know what follows it"
-    assert not prefix.begins([tokens[0] + 1, *tokens[1:], 5])
-    assert not prefix.begins(tokens[:3])
+    assert prefix.matches([*tokens, 5])
+    assert not prefix.matches(tokens), "the last token must be computed, to know what follows it"
+    assert not prefix.matches([tokens[0] + 1, *tokens[1:], 5])
+    assert not prefix.matches(tokens[:3])
 
 
 @pytest.mark.parametrize(
@@ -88,22 +89,22 @@ def test_only_prompts_that_begin_with_it_and_go_on(built: Path) -> None:
     ],
 )
 def test_another_dtype_or_policy_is_refused(
-    tiny: str, built: Path, dtype: torch.dtype, policies: list[str], reason: str
+    tiny: str, state_file: Path, dtype: torch.dtype, policies: list[str], reason: str
 ) -> None:
     with pytest.raises(Refused, match=reason):
-        Prefix.read("system", built).check(tiny, None, dtype, policies)
+        Prefix.read("system", state_file).check(tiny, None, dtype, policies)
 
 
-def test_other_weights_are_refused(tiny: str, built: Path, tmp_path: Path) -> None:
+def test_other_weights_are_refused(tiny: str, state_file: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(tiny) / "config.json").read_text())
     weights = bytearray((Path(tiny) / "model.safetensors").read_bytes())
     weights[len(weights) // 2] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(Refused, match="other weights"):
-        Prefix.read("system", built).check(str(tmp_path), None, torch.float32, ["h2o:8"])
+        Prefix.read("system", state_file).check(str(tmp_path), None, torch.float32, ["h2o:8"])
 
 
-def test_a_state_that_does_not_say_what_was_read_is_refused(tiny: str, tmp_path: Path) -> None:
+def test_a_state_without_its_tokens_is_refused(tiny: str, tmp_path: Path) -> None:
     model, _ = models.load(tiny, dtype="float32")
     rnn = msrnn.RNN(model, "tova:8")
     _, state = rnn.read([1, 2, 3], rnn.start())
@@ -113,7 +114,7 @@ def test_a_state_that_does_not_say_what_was_read_is_refused(tiny: str, tmp_path:
     with pytest.raises(StateError, match=r"2 tokens were given for a state that has read \[3\]"):
         state.save(tmp_path / "other.state", tokens=[1, 2])
     with pytest.raises(StateError, match="is not a file"):
-        read_all((("none", str(tmp_path / "none.state")),))
+        read_prefixes((("none", str(tmp_path / "none.state")),))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,9 @@ def test_bad_input_is_one_line(
         (tmp_path / "text.txt").write_text(text)
     command = ["state", "build", tiny, "--text", str(tmp_path / "text.txt"), "-q", "--device", "cpu"]
     assert main([*command, "-o", str(tmp_path / "out.state"), *options]) == 2
-    said = capsys.readouterr().err
-    assert reason in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out.state").exists()
 
 
@@ -143,6 +144,6 @@ def test_weights_are_told_apart_by_their_files(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(json.dumps({}))
     (tmp_path / "one" / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(models.ModelError, match="no weights"):
-        models.mark(tmp_path / "two")
+        weights_digest(tmp_path / "two")
     (tmp_path / "two" / "model.safetensors").write_bytes(b"abc")
-    assert models.mark(tmp_path / "one") == models.mark(tmp_path / "two")
+    assert weights_digest(tmp_path / "one") == weights_digest(tmp_path / "two")

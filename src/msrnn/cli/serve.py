@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> None:
     from ..vllm import plugin, settings
 
     plugin.check_version(plugin.vllm_version())
-    plugin.check_found()
+    plugin.check_entry_point()
     vllm_options = VllmOptions(rest)
     vllm_options.refuse_unsupported()
     silence_transformers()

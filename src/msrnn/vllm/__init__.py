@@ -1,8 +1,8 @@
 """vLLM: bounded states in a serving engine, as a plugin. `MSRNN_POLICY=tova:512 vllm serve MODEL` is all it takes.
 
-vLLM schedules, batches, samples and speaks HTTP. Ours is the attention backend, and with it the memory of a request:
-one block of fixed size for its whole life, which holds a state of msrnn for every layer. Nothing is patched. This file
-is read by every process of vLLM, so it stays light: without a policy in the environment it does nothing.
+vLLM schedules, batches, samples and serves HTTP. Ours is the attention backend, and with it the memory of a request:
+one block of fixed size per layer for its whole life, which holds the layer's slots. Nothing is patched. Every process
+of vLLM imports this file, so it stays light: without a policy in the environment it does nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention backend: which spec, which metadata, which implementation."""
+"""The attention backend that vLLM sees: the size of a block, the metadata of a batch, the implementation class."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..policy import Policy
 from . import metrics
-from .batch import Batch, Fixed, batch_of
+from .batch import Batch, StaticInputs, batch_of
 from .plugin import Refused
-from .spec import BoundedSpec, bounded
+from .spec import BoundedSpec, bounded_spec
 
 
 class BoundedBackend(AttentionBackend):  # type: ignore[misc]
-    """Attention over bounded states. A layer's own policy is known once the model is loaded: see `of`."""
+    """Attention over bounded states. Once the model is loaded, a layer gets a subclass by its policy: `backend_for`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
     forward_includes_kv_cache_update = True
-    layer: ClassVar[tuple[Policy, int] | None] = None
 
     @staticmethod
     def get_name() -> str:
@@ -57,38 +56,46 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Whole blocks, in an order that no other backend asks for.
+        """Whole blocks, in an order that no other backend has.
 
-        vLLM ends the start where workers differ in this: so one that the policy did not reach cannot go on unbounded.
+        vLLM refuses to start where workers differ in this: a worker without the policy cannot run unbounded.
         """
         return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 
     @classmethod
     def customize_spec(cls, spec: Any) -> BoundedSpec:
-        if cls.layer is None:
-            raise Refused(f"a layer was not bounded, because vLLM asks for its memory before it is loaded: {spec}")
-        return bounded(spec, *cls.layer)
+        raise Refused(f"a layer has no policy yet, because vLLM asks for its block size before it is loaded: {spec}")
 
-    @staticmethod
-    @cache
-    def of(policy: Policy, heads: int) -> type[BoundedBackend]:
-        """The backend of layers with this policy and so many query heads."""
-        return type("BoundedBackend", (BoundedBackend,), {"layer": (policy, heads)})
 
-    @classmethod
-    def bounds(cls, layer: Any) -> bool:
-        """Whether a layer of vLLM has a backend of ours."""
-        backend = getattr(layer, "attn_backend", None)
-        return isinstance(backend, type) and issubclass(backend, cls)
+@cache
+def backend_for(policy: Policy, heads: int) -> type[BoundedBackend]:
+    """The backend class of layers with this policy and so many query heads.
+
+    vLLM asks the class, not a layer, for the size of a block; so there is one class for each size.
+    """
+
+    class LayerBackend(BoundedBackend):
+        @classmethod
+        def customize_spec(cls, spec: Any) -> BoundedSpec:
+            return bounded_spec(spec, policy, heads)
+
+    return LayerBackend
+
+
+def bounded_layers(layers: dict[str, Any]) -> dict[str, Any]:
+    """Those of vLLM's layers whose backend is ours, by name."""
+    backends = {name: getattr(layer, "attn_backend", None) for name, layer in layers.items()}
+    ours = [name for name, kind in backends.items() if isinstance(kind, type) and issubclass(kind, BoundedBackend)]
+    return {name: layers[name] for name in ours}
 
 
 @dataclass
 class Metadata(Batch, AttentionMetadata):  # type: ignore[misc]
-    """A batch, as vLLM hands it to every layer."""
+    """A batch, as vLLM passes it to every layer."""
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
-    """Everything that a layer needs to know of a batch, worked out once for all layers."""
+    """Builds the metadata of a batch once for all layers."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
@@ -96,31 +103,26 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.layers = vllm_config.compilation_config.static_forward_context
-        self.counts = metrics.wanted() and layer_names[0] == next(iter(bounded_layers(self.layers)), None)
+        self.publishes = metrics.enabled() and layer_names[0] == next(iter(bounded_layers(self.layers)), None)
         self.meter: metrics.Meter | None = None
-        graphs = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
-        self.fixed = Fixed(max(vllm_config.scheduler_config.max_num_seqs, graphs), device)
+        captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        self.inputs = StaticInputs(max(vllm_config.scheduler_config.max_num_seqs, captured), device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         common = common_attn_metadata
-        blocks, seen = self.fixed.put(common.block_table_tensor[:, 0], common.compute_num_computed_tokens())
-        made = Metadata(**vars(batch_of(blocks, seen, common.query_start_loc_cpu.tolist())))
-        if self.counts and made.seen_list:
-            self.count(blocks, made.seen_list, made.starts[-1])
-        return made
+        blocks, seen = self.inputs.put(common.block_table_tensor[:, 0], common.compute_num_computed_tokens())
+        metadata = Metadata(**vars(batch_of(blocks, seen, common.query_start_loc_cpu.tolist())))
+        if self.publishes and metadata.seen_list:
+            self.publish(blocks, metadata.seen_list, metadata.starts[-1])
+        return metadata
 
-    def count(self, blocks: Tensor, seen: list[int], tokens: int) -> None:
-        """Publish what the requests of this batch hold now."""
+    def publish(self, blocks: Tensor, seen: list[int], tokens: int) -> None:
+        """Update /metrics with what the requests of this batch hold now."""
         first = self.layers[self.layer_names[0]]
         if self.meter is None:
-            of = (layer.impl.layout(layer) for layer in bounded_layers(self.layers).values())
-            carved = first.impl.blocks(first)
-            self.meter = metrics.Meter(carved, first.impl.policy.capacity, sum(layout.nbytes for layout in of))
-        self.meter.note(blocks, seen, tokens)
-
-
-def bounded_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's layers that have a backend of ours, by name."""
-    return {name: layer for name, layer in layers.items() if BoundedBackend.bounds(layer)}
+            layouts = (layer.impl.layout(layer) for layer in bounded_layers(self.layers).values())
+            request_bytes = sum(layout.nbytes for layout in layouts)
+            self.meter = metrics.Meter(first.impl.blocks(first), first.impl.policy.capacity, request_bytes)
+        self.meter.update(blocks, seen, tokens)

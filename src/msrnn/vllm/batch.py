@@ -1,4 +1,4 @@
-"""What one layer does with a batch of requests, as vLLM puts it together; nothing here imports vLLM."""
+"""One layer's attention for a batch of requests as vLLM schedules it. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .block import clear, one_request
 
 @dataclass
 class Batch:
-    """Requests with one new token come first, then those with more.
+    """The first `steps` requests have one new token (decode), the others more (prefill).
 
-    blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin). `begins`: a
-    request of one token may be among the first. The lists are empty where nobody on the host may know.
+    blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin). `begins`: one
+    of the steps may be a request's first token. The lists are empty where reading them would wait for the device.
     """
 
     steps: int
@@ -32,20 +32,20 @@ class Batch:
     seen_list: list[int]
 
 
-class Fixed:
-    """Where a batch's `blocks` and `seen` lie on the device; a CUDA graph reads them where they were at its making."""
+class StaticInputs:
+    """Where `blocks` and `seen` of every batch lie on the device: a CUDA graph reads the addresses of its capture."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.memory = torch.zeros(2, rows, dtype=torch.int64, device=device)
 
     def put(self, blocks: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """blocks, seen [R] of the next batch: the same, at the place of every other batch of R requests."""
-        lying = self.memory[:, : len(blocks)]
-        return lying[0].copy_(blocks), lying[1].copy_(seen)
+        """blocks, seen [R] of the next batch -> copies at the same addresses for every batch of R requests."""
+        rows = self.memory[:, : len(blocks)]
+        return rows[0].copy_(blocks), rows[1].copy_(seen)
 
 
 def batch_of(blocks: Tensor, seen: Tensor, starts: list[int]) -> Batch:
-    """blocks, seen [R], on the device; starts, on the host. A batch of steps needs no word from the device."""
+    """blocks, seen [R], on the device; starts, on the host. A batch of steps on a GPU never waits for it."""
     lengths = [end - start for start, end in pairwise(starts)]
     steps = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
     on_host = steps < len(lengths) or blocks.device.type == "cpu"
@@ -77,5 +77,5 @@ def attend(
         if batch.seen_list[row] == 0:
             clear(blocks, batch.blocks[row : row + 1], seen)
         slots = one_request(blocks, batch.block_list[row], batch.seen_list[row])
-        tokens = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
-        output[part] = read(slots, *tokens, policy, attention)[0].transpose(0, 1)
+        q, k, v = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
+        output[part] = read(slots, q, k, v, policy, attention)[0].transpose(0, 1)

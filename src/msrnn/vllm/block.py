@@ -1,7 +1,7 @@
-"""A request's block in one layer: its slots, laid out in bytes.
+"""A request's block in one layer: the byte layout of its slots.
 
-vLLM hands out blocks and knows their size only. What the parts of a block are is settled here, once, for the size
-that vLLM is told, the slots that the recurrence works on, and what `msrnn serve` says a request costs.
+vLLM allocates blocks and knows only their size. The layout is defined here alone: for the size that vLLM is given, for
+the slots that the recurrence works on, and for what `msrnn serve` says a request costs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ class Layout:
     def carve(self, blocks: Tensor) -> Slots:
         """blocks [M, ..., bytes] of any dtype: the slots of all blocks, as views."""
         raw = blocks.view(torch.uint8).flatten(1)
-        views, start = {}, 0
+        views: dict[str, Any] = {}
+        start = 0
         for name, (shape, dtype) in self.parts.items():
             end = start + prod(shape) * dtype.itemsize
             views[name] = raw[:, start:end].view(dtype).view(len(raw), *(shape or (1,)))
@@ -67,7 +69,7 @@ class Layout:
 
 
 def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:
-    """index, seen [B]: requests that begin find empty slots, without asking the device which they are."""
+    """index, seen [B]: empty the blocks of requests that begin (seen is 0), without a wait for the device."""
     new = (seen == 0)[:, None, None]
     blocks.positions[index] = torch.where(new, -1, blocks.positions[index])
     blocks.next[index] = torch.where(new[..., 0], 0, blocks.next[index])
@@ -76,10 +78,11 @@ def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:
 
 
 def one_request(blocks: Slots, block: int, seen: int) -> Slots:
-    """One request's slots, in place: what the recurrence writes is in the block."""
-    one = slice(block, block + 1)
-    blocks.seen[one] = seen
-    return replace(blocks, **{name: tensor[one] for name, tensor in blocks.tensors().items()}, fed=seen)
+    """One request's slots as views: what the recurrence writes goes into the block."""
+    row = slice(block, block + 1)
+    blocks.seen[row] = seen
+    views: dict[str, Any] = {name: tensor[row] for name, tensor in blocks.tensors().items()}
+    return replace(blocks, **views, fed=seen)
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:

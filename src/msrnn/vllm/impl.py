@@ -1,4 +1,4 @@
-"""One layer's attention inside vLLM: find the requests' states in their blocks and run the recurrence on them."""
+"""One layer's attention inside vLLM: the recurrence on the slots in the requests' blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ..core.attention import Attention
 from ..core.slots import Slots
 from . import refusals, settings
-from .backend import BoundedBackend, Metadata
+from .backend import Metadata, backend_for
 from .batch import attend
 from .block import Layout
 from .shard import attention_of
 
 
 class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
+    """One per layer; the arguments are vLLM's. What would change what a layer sees is refused."""
+
     def __init__(
         self,
         num_heads: int,
@@ -52,10 +54,10 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self._blocks: tuple[Tensor, Slots] | None = None
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Now the layer has a name, and so a policy. Its backend tells vLLM what its blocks take."""
+        """Now the layer has a name, and so a policy; its backend class tells vLLM the size of a block."""
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", 0) is self)
         self.policy = settings.policy_of(extract_layer_index(name))
-        layer.attn_backend = BoundedBackend.of(self.policy, self.num_heads)
+        layer.attn_backend = backend_for(self.policy, self.num_heads)
 
     @cached_property
     def attention(self) -> Attention:
@@ -76,7 +78,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("msrnn's attention does not quantise its output")
-        if attn_metadata is None:  # vLLM warms up
+        if attn_metadata is None:  # vLLM's warm-up
             return output.zero_()
         attend(self.blocks(layer), attn_metadata, query, key, value, self.policy, self.attention, output)
         return output
@@ -86,7 +88,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         return Layout(self.policy, *sizes, layer.kv_cache.dtype)
 
     def blocks(self, layer: Any) -> Slots:
-        """The layer's memory, as the parts of its states; vLLM may give it another."""
+        """The layer's memory as slots, one row per block; carved again where vLLM has given the layer new memory."""
         memory = layer.kv_cache
         if self._blocks is None or self._blocks[0] is not memory:
             self._blocks = memory, self.layout(layer).carve(memory)

@@ -1,7 +1,7 @@
-"""What the blocks really hold, counted in them and published beside vLLM's own numbers at /metrics.
+"""Tokens held, read and evicted, counted in the blocks themselves and published at /metrics with vLLM's own numbers.
 
-The blocks live in the worker, /metrics in the front end. prometheus_client carries numbers from one to the other
-through files in PROMETHEUS_MULTIPROC_DIR, which `msrnn serve` sets; without it there are no such numbers.
+The blocks are in the worker, /metrics is in the front end. prometheus_client carries numbers from one to the other
+through files in PROMETHEUS_MULTIPROC_DIR, which `msrnn serve` sets; without it these metrics are off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Meter:
-    """Counts one layer's blocks before each batch; a request's last tokens are seen with the next batch or never."""
+    """Counts one layer's blocks before each batch, so a request's last step is counted with the next batch or never."""
 
     def __init__(self, blocks: Slots, capacity: int, request_bytes: int) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -27,51 +27,51 @@ class Meter:
 
         self.blocks = blocks
         self.request_bytes = request_bytes
-        self.evicted: dict[int, int] = {}
+        self.evictions_by_block: dict[int, int] = {}
         self.running: dict[int, tuple[int, int]] = {}
-        self.read = Counter("msrnn_tokens_seen", "Tokens that went through the states of all requests.")
-        self.left = Counter("msrnn_evictions", "Tokens that left a request's state (in the first layer).")
-        self.seen = gauge("msrnn_request_tokens_seen_max", "Tokens read by the longest request of the last batch.")
-        self.held = gauge("msrnn_request_tokens_held_max", "Tokens held by the fullest request of the last batch.")
+        self.tokens = Counter("msrnn_tokens_seen", "Tokens read by all requests.")
+        self.evictions = Counter("msrnn_evictions", "Tokens evicted from requests' states (in the first layer).")
+        self.most_seen = gauge("msrnn_request_tokens_seen_max", "Tokens read by the longest request of the last batch.")
+        self.most_held = gauge("msrnn_request_tokens_held_max", "Tokens held by the fullest request of the last batch.")
         self.all_held = gauge("msrnn_tokens_held", "Tokens held by the requests of the last batch together.")
         sizes = [2**power for power in range(4, 21)]
         about = "by a request before its last step, once it has ended."
-        self.each_seen = Histogram("msrnn_request_tokens_seen", f"Tokens read {about}", buckets=sizes)
+        self.seen_at_end = Histogram("msrnn_request_tokens_seen", f"Tokens read {about}", buckets=sizes)
         sizes = sorted({*(size for size in sizes if size < capacity), capacity})
-        self.each_held = Histogram("msrnn_request_tokens_held", f"Tokens held {about}", buckets=sizes)
+        self.held_at_end = Histogram("msrnn_request_tokens_held", f"Tokens held {about}", buckets=sizes)
         self.bytes = gauge("msrnn_state_bytes", "Bytes of the states of the last batch's requests, all layers.")
         gauge("msrnn_capacity", "Tokens that a request may hold (in the first layer).").set(capacity)
         gauge("msrnn_request_state_bytes", "Bytes of one request's state, all layers.").set(request_bytes)
 
-    def note(self, index: Tensor, seen: list[int], tokens: int) -> None:
-        """index [R], seen: the requests of a batch and what they have read before it; tokens: what it brings."""
+    def update(self, index: Tensor, seen: list[int], tokens: int) -> None:
+        """index [R]: the blocks of a batch; seen: the tokens that each request had read before it; tokens: new ones."""
         held = (self.blocks.positions[index] >= 0).sum(-1).amax(-1).tolist()
         held = [count if before else 0 for count, before in zip(held, seen, strict=True)]
-        self.end(dict(zip(index.tolist(), zip(seen, held, strict=True), strict=True)))
+        self.observe_ends(dict(zip(index.tolist(), zip(seen, held, strict=True), strict=True)))
         for block, (before, count) in self.running.items():
-            gone = before - count
-            self.left.inc(gone - min(self.evicted.get(block, 0), gone))
-            self.evicted[block] = gone
-        self.read.inc(tokens)
-        self.seen.set(max(seen, default=0))
-        self.held.set(max(held, default=0))
+            evictions = before - count
+            self.evictions.inc(evictions - min(self.evictions_by_block.get(block, 0), evictions))
+            self.evictions_by_block[block] = evictions
+        self.tokens.inc(tokens)
+        self.most_seen.set(max(seen, default=0))
+        self.most_held.set(max(held, default=0))
         self.all_held.set(sum(held))
         self.bytes.set(len(seen) * self.request_bytes)
 
-    def end(self, running: dict[int, tuple[int, int]]) -> None:
-        """running: what each request of this batch has read and holds, by block.
+    def observe_ends(self, running: dict[int, tuple[int, int]]) -> None:
+        """running: tokens read and held of each request of this batch, by block.
 
-        Who was in the last batch and is not in this one has ended; one that must sit out a batch is taken for two.
+        A request of the last batch that is not in this one has ended; one that sits out a batch counts twice.
         """
         for block, (before, count) in self.running.items():
             if running.get(block, (0, 0))[0] < before:
-                self.each_seen.observe(before)
-                self.each_held.observe(count)
+                self.seen_at_end.observe(before)
+                self.held_at_end.observe(count)
         self.running = running
 
 
-def wanted() -> bool:
-    """Whether this process is the one that counts: every other holds its share of the same states."""
+def enabled() -> bool:
+    """Whether this process publishes: metrics are on and it is the first; the others hold parts of the same states."""
     if not os.environ.get(_FOLDER):
         return False
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank

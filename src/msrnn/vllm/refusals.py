@@ -1,4 +1,4 @@
-"""What a bounded state does not go with. Each is refused when the server starts, with its name and the way out."""
+"""What a bounded state does not support inside vLLM: refused at startup, by name and with the way out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .plugin import Refused
 
 def check(config: Any) -> None:
     """config: vLLM's whole configuration."""
-    for refused, reason in _reasons(config):
-        if refused:
+    for unsupported, reason in _reasons(config):
+        if unsupported:
             raise Refused(f"msrnn cannot bound this: {reason}")
 
 
@@ -49,7 +49,7 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
 
 
 def _foreign(transfer: Any) -> bool:
-    """Whether a KV connector was asked for that is not our own (`msrnn serve --prefix`)."""
+    """Whether a KV connector is configured that is not our own (`msrnn serve --prefix`)."""
     return transfer is not None and transfer.kv_connector_module_path != "msrnn.vllm.connector"
 
 
@@ -62,7 +62,7 @@ def check_layer(
     kv_sharing_target_layer_name: str | None,
     **extra: Any,
 ) -> None:
-    """The arguments of one attention layer that would change what it sees."""
+    """Refuse arguments of an attention layer that would change what it sees."""
     if sliding_window is not None:
         raise Refused(
             f"the model has layers with a sliding window of {sliding_window}; not supported inside vLLM yet, use "
@@ -76,6 +76,6 @@ def check_layer(
         raise Refused("the model shares keys and values between layers; msrnn cannot bound it yet")
     if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         raise Refused(f"a quantised KV cache ({kv_cache_dtype}); leave --kv-cache-dtype at auto")
-    strange = sorted(name for name, value in extra.items() if value not in (None, False))
-    if strange:
-        raise Refused(f"the model's attention has {', '.join(strange)}, which msrnn does not know")
+    unknown = sorted(name for name, value in extra.items() if value not in (None, False))
+    if unknown:
+        raise Refused(f"the model's attention has {', '.join(unknown)}, which msrnn does not know")

@@ -1,4 +1,4 @@
-"""What the environment asks of the plugin. Workers are other processes, even on other machines: they get text."""
+"""The policy in the environment, as text: workers are other processes, even on other machines."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from functools import cache
 from ..policy import Plan, Policy, parse_policy
 from . import POLICY
 
-_BETWEEN = ";"
+_SEPARATOR = ";"
 
 
 def write(plan: Plan) -> str:
-    """A plan as the environment holds it: one policy for all layers, or one per layer."""
+    """A plan as text for the environment: one policy for all layers, or one per layer."""
     texts = [str(policy) for policy in plan.policies]
-    return texts[0] if plan.uniform else _BETWEEN.join(texts)
+    return texts[0] if plan.uniform else _SEPARATOR.join(texts)
 
 
 def policies() -> tuple[Policy, ...]:
     """The policies in the environment: one for all layers, or one per layer."""
-    return read(os.environ.get(POLICY, ""))
+    return parse(os.environ.get(POLICY, ""))
 
 
 @cache
-def read(text: str) -> tuple[Policy, ...]:
+def parse(text: str) -> tuple[Policy, ...]:
+    """`tova:512` or `tova:512;h2o:256;...` -> bounded policies."""
     if not text:
         raise ValueError(f"{POLICY} is not set in this process; set it on every node, e.g. {POLICY}=tova:512")
-    policies = tuple(parse_policy(part) for part in text.split(_BETWEEN))
+    policies = tuple(parse_policy(part) for part in text.split(_SEPARATOR))
     for policy in policies:
         if policy.capacity is None:
             raise ValueError(
@@ -36,7 +37,7 @@ def read(text: str) -> tuple[Policy, ...]:
 
 
 def policy_of(layer: int) -> Policy:
-    """The policy of a layer, counted over the whole model."""
+    """The policy of a layer; its number counts over the whole model."""
     layers = policies()
     if len(layers) == 1:
         return layers[0]

@@ -1,7 +1,7 @@
-"""Heads spread over processes (tensor parallelism) that decide together.
+"""Tensor parallelism for policies whose heads decide together.
 
-The logits of a chunk are gathered over all heads, every process scans them all, alike to the last bit, and keeps the
-weights of its own heads. So which tokens leave does not depend on the number of processes.
+The logits of a chunk are gathered over all heads, every process scans them all, bit for bit alike, and uses the weights
+of its own heads. So evictions do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .plugin import Refused
 
 @dataclass(frozen=True)
 class Sharded(Attention):
-    """Attention of one process's share of a layer's heads."""
+    """Attention of one process's `local_heads` query heads of a layer."""
 
     rank: int = 0
-    share: int = 0
+    local_heads: int = 0
 
     @property
     def sharded(self) -> bool:
@@ -36,14 +36,16 @@ class Sharded(Attention):
         return gathered
 
     def local(self, rows: Tensor) -> Tensor:
-        return rows[:, self.rank * self.share : (self.rank + 1) * self.share]
+        return rows[:, self.rank * self.local_heads : (self.rank + 1) * self.local_heads]
 
 
 def attention_of(policy: Policy, heads: int, scale: float, softcap: float | None, sinks: Tensor | None) -> Attention:
     """The attention of a layer of which this process holds `heads` query heads."""
-    tied = policy.scope == "layer" and not policy.blind
-    if not tied or get_tensor_model_parallel_world_size() == 1:
+    decide_together = policy.scope == "layer" and not policy.blind
+    if not decide_together or get_tensor_model_parallel_world_size() == 1:
         return Attention(scale, softcap, None, sinks)
     if sinks is not None:
-        raise Refused("the model has learned sinks, and its heads are spread over processes; use one, or tova-head")
+        raise Refused(
+            "the model has learned sinks, and its heads are split over processes; use one process, or tova-head"
+        )
     return Sharded(scale, softcap, None, sinks, get_tensor_model_parallel_rank(), heads)

@@ -1,4 +1,4 @@
-"""What vLLM is told about a layer's memory: one block per request, of the size of a state."""
+"""The KV cache spec of a layer, as vLLM allocates by it: one block per request, of the size of its slots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..policy import Policy
 from .block import Layout
 from .plugin import Refused
 
-_TOKENS = 2**24  # "tokens per block": more than any text has, so that every token lies in the request's first block
+_TOKENS = 2**24  # "tokens per block": more than any text has, so that a request never needs a second block
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSpec(CircularBufferSpec):  # type: ignore[misc]
-    """A block is one opaque run of bytes, so layers of unequal capacity still have blocks of one kind."""
+    """A block is one opaque run of bytes, so layers of unequal capacity still share a KV cache group."""
 
     policy: Policy
     query_heads: int
@@ -27,18 +27,18 @@ class BoundedSpec(CircularBufferSpec):  # type: ignore[misc]
         return Layout(self.policy, self.query_heads, self.num_kv_heads, self.head_size, size_v, self.dtype)
 
 
-def bounded(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
-    """The spec of a layer that vLLM would have given one block after the other."""
+def bounded_spec(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
+    """Replace the spec of a full-attention layer, to which vLLM would give one block after the other."""
     if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         raise Refused(f"a layer with a {type(spec).__name__} of vLLM cannot be bounded: {spec}")
     if spec.kv_quant_mode != KVQuantMode.NONE or not spec.dtype.is_floating_point:
         raise Refused("a quantised KV cache cannot be bounded yet; leave --kv-cache-dtype at auto")
     names = {field.name for field in fields(spec)}  # vLLM 0.30 knows fewer than 0.32
-    kept = {"num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards"} & names
-    known = {name: getattr(spec, name) for name in kept} | dict.fromkeys({"dcp_sharded"} & names, False)
+    shared = {"num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards"} & names
+    values = {name: getattr(spec, name) for name in shared} | dict.fromkeys({"dcp_sharded"} & names, False)
     layout = Layout(policy, heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype)
     return BoundedSpec(
-        **known,
+        **values,
         policy=policy,
         query_heads=heads,
         block_size=_TOKENS,

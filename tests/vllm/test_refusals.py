@@ -1,0 +1,101 @@
+"""What the plugin refuses, from configurations as vLLM builds them; tests/in_vllm has the same with vLLM itself."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from msrnn.vllm import refusals
+from msrnn.vllm.plugin import KNOWN, Refused, check_version
+
+LAYER = {
+    "alibi_slopes": None,
+    "sliding_window": None,
+    "kv_cache_dtype": "auto",
+    "attn_type": "decoder",
+    "kv_sharing_target_layer_name": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def policy(monkeypatch):
+    monkeypatch.setenv("MSRNN_POLICY", "tova:64")
+
+
+def config(**changes):
+    """vLLM's configuration, as far as it is looked at; changes: `part__name=value`, or a whole part."""
+    parts = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "model_config": SimpleNamespace(use_mla=False, is_hybrid=False, is_mm_prefix_lm=False),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+    }
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        if name:
+            setattr(parts[part], name, value)
+        else:
+            parts[part] = value
+    return SimpleNamespace(**parts)
+
+
+OURS = SimpleNamespace(kv_connector_module_path="msrnn.vllm.connector")
+OTHER = SimpleNamespace(kv_connector_module_path=None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_transfer_config": OURS}, {"cache_config__cache_dtype": "bfloat16"}])
+def test_what_is_supported_passes(changes):
+    refusals.check(config(**changes))
+    refusals.check_layer(**LAYER, use_irope=None, other=False)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"speculative_config": object()}, "speculative decoding .*leave --speculative-config out"),
+        ({"kv_transfer_config": OTHER}, "KV connectors .*leave --kv-transfer-config out"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism .*use tensor or pipeline"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"model_config__use_mla": True}, "latent attention"),
+        ({"model_config__is_hybrid": True}, "recurrent layers"),
+        ({"model_config__is_mm_prefix_lm": True}, "looks ahead in images"),
+        ({"cache_config__cache_dtype": "fp8"}, r"quantised KV cache \(fp8\); leave --kv-cache-dtype at auto"),
+    ],
+)
+def test_a_configuration_is_refused_by_name(changes, reason):
+    with pytest.raises(Refused, match=f"msrnn cannot bound this: .*{reason}"):
+        refusals.check(config(**changes))
+
+
+def test_a_research_policy_is_refused(monkeypatch):
+    monkeypatch.setenv("MSRNN_POLICY", "tova:64;key_difference:64")
+    with pytest.raises(Refused, match="research policies have no kernel yet; use msrnn generate"):
+        refusals.check(config())
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"sliding_window": 4096}, "sliding window of 4096; .*use msrnn generate"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"attn_type": "encoder"}, "attention of type encoder"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "shares keys and values"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"quantised KV cache \(fp8_e5m2\)"),
+        ({"use_irope": True, "b": 1}, "attention has b, use_irope, which msrnn does not know"),
+    ],
+)
+def test_a_layer_is_refused_by_name(changes, reason):
+    with pytest.raises(Refused, match=reason) as refused:
+        refusals.check_layer(**(LAYER | changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_only_tested_versions_of_vllm_are_accepted(monkeypatch):
+    monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
+    for known in KNOWN:
+        check_version(f"{known}.0")
+    for version in ("0.29.1", "0.33.0", "0.320.0", "1.0.0"):
+        with pytest.raises(Refused, match=f"vLLM {version} was never tried"):
+            check_version(version)
+    monkeypatch.setenv("MSRNN_ANY_VLLM", "1")
+    check_version("1.0.0")
