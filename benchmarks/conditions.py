@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured, and how it is written down: one JSON line each, with its conditions."""
+"""The conditions of a measurement, and how it is recorded: one JSON line per figure, with its conditions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from msrnn.system.provenance import command, commit, machine, now, versions
 
 def conditions(**more: object) -> dict[str, object]:
     """What every record of one run shares."""
-    about = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
-    return {**about, "command": command(), "load_before": round(os.getloadavg()[0], 2), **more}
+    common = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
+    return {**common, "command": command(), "load_before": round(os.getloadavg()[0], 2), **more}
 
 
 def timed(runs: list[float]) -> dict[str, object]:
-    """A median with all that it was taken from."""
+    """The median, and all runs behind it."""
     return {"median_s": round(median(runs), 5), "runs_s": [round(run, 5) for run in runs]}
 
 
 def write(path: Path, records: list[dict[str, object]]) -> None:
-    """Beside the records that are there of other figures; those of the same figure are replaced."""
+    """Add records to a file; those of the same figure are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    there = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     new = {_figure(record) for record in records}
-    kept = [record for record in there if _figure(record) not in new]
-    path.write_text("".join(json.dumps(record) + "\n" for record in [*kept, *records]))
+    others = [record for record in earlier if _figure(record) not in new]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*others, *records]))
 
 
 def _figure(record: dict[str, object]) -> tuple[object, ...]:

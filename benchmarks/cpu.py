@@ -1,8 +1,8 @@
-"""The CPU figures: reading a prompt and decoding, bounded against the plain model, and against kvpress.
+"""The CPU figures: prefill and decoding, bounded against the plain model, and against kvpress.
 
-All runs of one table take turns in one process, so that a slow minute of a shared machine falls on all of them; what
-counts is the ratio. The opponent is transformers' own model with its fastest attention (SDPA), reading the prompt in
-one forward with the logits of the last token only. `make bench` runs it all and writes results/cpu.jsonl.
+All runs of one table take turns in one process, so that a slow minute of a shared machine affects all of them; what
+counts is the ratio. The baseline is transformers' own model with its fastest attention (SDPA), which reads the prompt
+in one forward and computes the logits of the last token only. `make bench` runs it all and writes results/cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 import msrnn
-from msrnn.hf.cost import Peak
 from msrnn.hf.load import bundled
+from msrnn.system.memory import Peak
 
 HERE = Path(__file__).parent
 KVPRESS = HERE.parent / ".venv-kvpress" / "bin" / "python"
@@ -35,7 +35,6 @@ POLICIES = ("tova", "window+4", "h2o")
 
 
 def prefill_plain(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
-    model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         logits = model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -67,7 +66,7 @@ def prefill_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capaci
 
 
 def pair_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, repeat: int) -> Iterator[dict]:
-    """Window+4 against TOVA alone, now one first and now the other: closer than a table with a slow opponent tells."""
+    """Window+4 against TOVA alone, in alternating order: a closer comparison than the table with its slower runs."""
     names = [f"tova:{capacity}", f"window+4:{capacity}"]
     runs: dict[str, list[float]] = {name: [] for name in names}
     for turn in tqdm(range(repeat), desc=f"window+4 and tova, {length}", leave=False):
@@ -77,24 +76,22 @@ def pair_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity:
 
 
 def decode_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, tokens: int) -> Iterator[dict]:
-    """Seconds for each of `tokens` single tokens after `length`, the contenders taking turns token by token."""
-    model.set_attn_implementation("sdpa")
+    """Seconds for each of `tokens` single tokens after `length`; the policies take turns token by token."""
     _, cache = prefill_plain(model, ids[:length])
     runs: dict[str, list[float]] = {"plain": []}
-    states = {}
+    states: dict[str, tuple[msrnn.RNN, msrnn.RNNState]] = {}
     for name in (f"{name}:{capacity}" for name in POLICIES):
         rnn = msrnn.RNN(model, name)
-        states[name] = [rnn, rnn.read(ids[:length], rnn.start())[1]]
+        states[name] = rnn, rnn.read(ids[:length], rnn.start())[1]
         runs[name] = []
     for step in tqdm(range(tokens), desc=f"decoding at {length}", leave=False):
         token = ids[length + step].view(1, 1)
-        model.set_attn_implementation("sdpa")
         runs["plain"].append(seconds(lambda token=token: plain_step(model, token, cache)))
-        for name, held in states.items():
-            msrnn.cache(model, "full")  # switches the attention back to ours; not timed below
+        for name, (rnn, state) in states.items():
             start = time.perf_counter()
-            _, held[1] = held[0].step(token, held[1])
+            _, state = rnn.step(token, state)
             runs[name].append(time.perf_counter() - start)
+            states[name] = rnn, state
     for name in runs:
         yield row("decode", name, runs[name][2:], runs["plain"][2:], length=length)
 
@@ -142,7 +139,7 @@ def continuation(model: PreTrainedModel, ids: torch.Tensor, prompt: int, tokens:
 def kvpress_table(model: PreTrainedModel, ids: torch.Tensor, options: argparse.Namespace) -> Iterator[dict]:
     shared = {"prompt": options.prompt, "continuation": options.continuation, "capacity": options.capacity}
     for name, capacity in (("plain", None), (f"msrnn tova:{options.capacity}", options.capacity)):
-        for _ in range(2):  # the first run warms the memory up
+        for _ in range(2):  # the first run is a warm-up
             gc.collect()
             measured = continuation(model, ids, options.prompt, options.continuation, capacity)
         yield {"what": "continuation", "run": name, **shared, **measured}
@@ -175,10 +172,10 @@ def kvpress_table(model: PreTrainedModel, ids: torch.Tensor, options: argparse.N
 
 
 def show(record: dict) -> None:
-    length, taken = record.get("length", record.get("prompt")), record.get("median_s", record.get("prefill_s"))
-    shown = ("ratio", "ratio_spread", "decode_s_per_token", "perplexity", "held")
-    more = {key: record[key] for key in shown if key in record}
-    print(f"{record['what']:13} {length:6} {record['run']:34} {taken:9.4f} s  {more}")
+    length, spent = record.get("length", record.get("prompt")), record.get("median_s", record.get("prefill_s"))
+    names = ("ratio", "ratio_spread", "decode_s_per_token", "perplexity", "held")
+    more = {name: record[name] for name in names if name in record}
+    print(f"{record['what']:13} {length:6} {record['run']:34} {spent:9.4f} s  {more}")
 
 
 def main() -> None:
@@ -196,6 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, tokenizer = msrnn.load(dtype=torch.float32)
+    model.set_attn_implementation("sdpa")  # of the baseline; bounded calls use ours
     ids = tokenizer("\n\n".join(topics[name] for name in sorted(topics)), return_tensors="pt").input_ids[0]
     shared = conditions(
         model="SmolLM2-135M-Instruct", dtype="float32", threads=options.threads, text="pydoc_data.topics"

@@ -1,9 +1,9 @@
-"""Peak memory of reading a text of any length: the whole model, each run in a process of its own, one JSON line each.
+"""Peak memory of prefill for texts of any length: the whole model, one process and one JSON line per run.
 
 python benchmarks/memory.py --policy tova:256 --policy full --length 4096 --length 32768
 
-`peak` is how far the process rose above the loaded model while it read in pieces (its cache and its activations, and
-the logits of one token); `state` is what the cache holds at the end. The ids are arbitrary: memory does not read.
+`peak` is how far the process's memory rose above the loaded model during prefill in pieces (cache, activations, and the
+logits of one token); `state` is the size of the cache at the end. Memory does not depend on the ids.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from itertools import islice
 import torch
 
 import msrnn
-from msrnn.hf.cost import Peak
 from msrnn.rnn import PIECE
+from msrnn.system.memory import Peak
 
 
 def ids(length: int, vocabulary: int) -> list[int]:
@@ -30,14 +30,14 @@ def measure(model_name: str | None, policy: str, length: int, piece: int) -> dic
     model, _ = msrnn.load(model_name)
     rnn = msrnn.RNN(model, policy, piece=piece)
     text = ids(length, model.config.vocab_size)
-    rnn.read(islice(text, 64), rnn.start())  # so that libraries are loaded before the count begins
+    rnn.read(islice(text, 64), rnn.start())  # libraries are loaded and kernels compiled before the measurement
     with Peak(model.device) as peak:
         started = time.perf_counter()
         _, state = rnn.read(text, rnn.start())
         seconds = time.perf_counter() - started
-    about = {"policy": policy, "length": length, "piece": piece, "peak": peak.bytes, "state": state.nbytes}
-    where = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
-    return about | {"seconds": round(seconds, 1)} | where
+    record = {"policy": policy, "length": length, "piece": piece, "peak": peak.bytes, "state": state.nbytes}
+    conditions = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
+    return record | {"seconds": round(seconds, 1)} | conditions
 
 
 def main() -> None:
@@ -52,9 +52,9 @@ def main() -> None:
         print(json.dumps(measure(options.model, *runs[0], options.piece)), flush=True)
         return
     for policy, length in runs:
-        again = ["--policy", policy, "--length", str(length), "--piece", str(options.piece)]
-        named = ["--model", options.model] if options.model else []
-        subprocess.run([sys.executable, __file__, *again, *named], check=True)
+        arguments = ["--policy", policy, "--length", str(length), "--piece", str(options.piece)]
+        model = ["--model", options.model] if options.model else []
+        subprocess.run([sys.executable, __file__, *arguments, *model], check=True)
 
 
 if __name__ == "__main__":
