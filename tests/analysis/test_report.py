@@ -50,14 +50,14 @@ def page(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_needs_nothing_else(page: Path, results: Path) -> None:
     text = page.read_text()
-    found = Page()
-    found.feed(text)
-    assert found.open == []
-    assert all(link.startswith("#") and link[1:] in found.ids for link in found.fetched)
-    assert found.tags.count("img") == 8
-    assert found.tags.count("table") == len(list(tables(everything())))
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.open == []
+    assert all(link.startswith("#") and link[1:] in parsed.ids for link in parsed.fetched)
+    assert parsed.tags.count("img") == 8
+    assert parsed.tags.count("table") == len(list(tables(everything())))
     assert "<title>A &amp; B</title>" in text
-    assert "script" not in found.tags
+    assert "script" not in parsed.tags
     assert not re.search(r"@import|url\(", text)
 
 
@@ -72,7 +72,7 @@ def test_the_page_says_how_each_part_is_made_again(page: Path, results: Path) ->
 
 def test_a_browser_shows_the_page(page: Path, tmp_path: Path) -> None:
     names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next((found for name in names if (found := shutil.which(name))), None)
+    browser = next((path for name in names if (path := shutil.which(name))), None)
     if browser is None:
         pytest.skip("there is no chromium here; the page is parsed in the tests before this one")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--window-size=1250,3000"]
@@ -84,14 +84,14 @@ def test_a_browser_shows_the_page(page: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checked.html"
     copy.write_text(page.read_text().replace("</body>", check))
     command = [browser, *options, "--host-resolver-rules=MAP * 0.0.0.0", "--dump-dom", copy.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert "<title>seen 8 of 8 wide true</title>" in shown.stdout, shown.stderr[-500:]
+    browser_run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "<title>seen 8 of 8 wide true</title>" in browser_run.stdout, browser_run.stderr[-500:]
 
 
 def test_markdown_is_printed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(results), "--markdown"]) == 0
-    said = capsys.readouterr().out
-    assert "| tova, paper | 9.53 |" in said
+    output = capsys.readouterr().out
+    assert "| tova, paper | 9.53 |" in output
     assert main(["report", str(results), "--markdown", "-o", "x.html"]) == 2
 
 

@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_tables_name_no_profile_at_length() -> None:
     policy = "tova:512,profile=some-model"
-    made = [
+    selection = [
         one for one in everything() if one.policy == "tova:512" and one.task in ("extrapolation", "needle", "turns")
     ]
-    text = "".join(table.markdown() for table in tables([replace(one, policy=policy) for one in made]))
+    text = "".join(table.markdown() for table in tables([replace(one, policy=policy) for one in selection]))
     assert "tova:512 by layer, gaps positions" in text
     assert "some-model" not in text
     assert family(policy) == "tova by layer"
@@ -55,7 +55,7 @@ def test_budgets_by_layer_stand_beside_their_average(tmp_path: Path) -> None:
     assert read_results([tmp_path])[0].capacity == 256
 
 
-def test_results_are_files_and_folders(results: Path, tmp_path: Path) -> None:
+def test_by_keyare_files_and_folders(results: Path, tmp_path: Path) -> None:
     assert len(read_results([results])) == len(everything())
     assert read_results([results.parent]) == read_results([results])
     (tmp_path / "run.samples.jsonl").write_text("{}\n")
@@ -72,8 +72,8 @@ def test_benchmarks_are_results() -> None:
     path = ROOT / "results" / "cpu.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     row = next(row for row in rows if (row["what"], row["run"], row.get("length")) == ("prefill", "tova:512", 4096))
-    found = {(one.policy, one.metric, one.cell["length"]): one for one in read_results([path])}
-    one = found["tova:512", "prefill tokens/s", 4096]
+    by_key = {(one.policy, one.metric, one.cell["length"]): one for one in read_results([path])}
+    one = by_key["tova:512", "prefill tokens/s", 4096]
     assert one.value == pytest.approx(4096 / row["median_s"])
     assert one.low < one.value < one.high
     assert one.capacity == 512
@@ -83,10 +83,10 @@ def test_rows_of_msrnn_bench_are_results(tmp_path: Path) -> None:
     row = {"part": "table", "policy": "tova:256", "batch": 8, "context": 4096, "tokens_per_s": 100.0, "median_s": 0.1}
     row |= {"state_bytes": 800, "shape": "tiny", "dtype": "bfloat16", "machine": "m", "versions": {}, "commit": "c"}
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"out_of_memory": True}) + "\n")
-    found = {one.metric: one for one in read_results([tmp_path / "b.jsonl"])}
-    assert found["table tokens/s"].value == 100
-    assert found["state bytes"].value == 100
-    assert found["table tokens/s"].settings == {"batch": 8}
+    by_key = {one.metric: one for one in read_results([tmp_path / "b.jsonl"])}
+    assert by_key["table tokens/s"].value == 100
+    assert by_key["state bytes"].value == 100
+    assert by_key["table tokens/s"].settings == {"batch": 8}
 
 
 def test_an_opponent_by_our_own_kernel_is_full(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_prompts_are_compared_by_what_is_read(tmp_path: Path) -> None:
     rows += [one | {"attention": "steady (query biases)"} for one in rows]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows))
     full, tova, steady_full, steady_tova = read_results([tmp_path / "b.jsonl"])
-    assert full.cell == tova.cell == {"length": 64, "batch": 1}, "joined weights are how a wavefront reads"
+    assert full.cell == tova.cell == {"length": 64, "batch": 1}, "fused projections are part of the pipelined prefill"
     assert steady_full.cell == steady_tova.cell != full.cell
 
 
@@ -130,15 +130,15 @@ def test_speeds_behind_a_failed_check_are_told_and_not_drawn() -> None:
     assert "Note on a row: found here." in table.notes
 
 
-def test_excess_is_taken_text_by_text() -> None:
+def test_the_gap_is_paired_by_text() -> None:
     """Texts differ by far more than the policies, and the interval of the difference stays small."""
     full, tova = perplexity("pg19", "full", 3.0), perplexity("pg19", "tova:64", 3.1)
-    found = perplexity_gap(tova, full)
-    assert found is not None
-    assert found.value == pytest.approx(np.exp(0.1) - 1, rel=0.02)
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low <= found.value <= found.high < found.value + 0.01
+    gap = perplexity_gap(tova, full)
+    assert gap is not None
+    assert gap.value == pytest.approx(np.exp(0.1) - 1, rel=0.02)
+    assert gap.low is not None
+    assert gap.high is not None
+    assert gap.low <= gap.value <= gap.high < gap.value + 0.01
     assert perplexity_gap(tova, replace(full, parts={"book0": full.parts["book0"]})) is None
     alone = {"parts": {"book0": {"nll": 100.0, "tokens": 50.0}}}
     assert perplexity_gap(replace(tova, **alone), replace(full, **alone)) == (0.0, None, None)
@@ -158,9 +158,9 @@ def test_the_table_has_ours_and_the_papers() -> None:
 
 
 def test_every_table_is_square() -> None:
-    made = list(tables(everything()))
-    assert len(made) >= 7
-    for table in made:
+    selection = list(tables(everything()))
+    assert len(selection) >= 7
+    for table in selection:
         assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
         assert len(set(table.columns)) == len(table.columns), table.title
 
@@ -190,13 +190,13 @@ def test_names_beside_lines_do_not_touch() -> None:
 
 def test_lines_differ_in_more_than_colour() -> None:
     ours = ["fade", "fade by layer", "tova by layer"]
-    found = line_styles([*ORDER[1:], *ours, "x", "y", "z"])
-    assert len({look.marker for look in found.values()}) == len(found)
-    assert len({look.colour for look in found.values()}) == len(found)
+    styles = line_styles([*ORDER[1:], *ours, "x", "y", "z"])
+    assert len({style.marker for style in styles.values()}) == len(styles)
+    assert len({style.colour for style in styles.values()}) == len(styles)
     assert {name: line_styles([name])[name] for name in ours} == {
-        name: found[name] for name in ours
+        name: styles[name] for name in ours
     }  # whoever else is there
-    greys = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (_rgb(look.colour) for look in found.values())]
+    greys = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (_rgb(style.colour) for style in styles.values())]
     assert max(greys) < 0.8  # all visible on white
 
 
@@ -207,10 +207,10 @@ def _rgb(colour: str) -> tuple[float, ...]:
 def test_plot_draws_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_records(tmp_path / "some.jsonl", [*pg19(), *retention()])
     assert main(["plot", str(tmp_path / "some.jsonl"), "-o", str(tmp_path / "new")]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     files = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert files == [f"{name}.png" for name in ("perplexity", "retention", "throughput", "words")]
-    assert len(said.out.splitlines()) == len(files)
+    assert len(output.out.splitlines()) == len(files)
     for file in files:
         picture = np.asarray(Image.open(tmp_path / "new" / file).convert("L"))
         assert picture.shape[1] > 700
@@ -220,7 +220,7 @@ def test_plot_draws_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_every_kind_of_positions_has_a_row_of_its_own(tmp_path: Path) -> None:
     plain = [one for one in extrapolation() if one.cell["positions"] == "plain"]
     few, all_kinds = (
-        Image.open(running_perplexity(found, tmp_path / "r.png")).size for found in (plain, extrapolation())
+        Image.open(running_perplexity(records, tmp_path / "r.png")).size for records in (plain, extrapolation())
     )
     assert few[0] == all_kinds[0]
     assert 2 < all_kinds[1] / few[1] < 3
@@ -232,9 +232,9 @@ def test_numbers_of_an_axis_are_round() -> None:
     for low, high in ((21.89, 31.4), (24.1, 25.3), (21.0, 126.0)):
         axes.set_ylim(low, high)
         plain_log_ticks(axes)
-        shown = [tick.get_text() for tick in axes.get_yticklabels()]
-        assert 3 <= len(shown) <= 12
-        assert all(low <= float(text) <= high and len(text.replace(".", "")) <= 3 for text in shown), shown
+        labels = [tick.get_text() for tick in axes.get_yticklabels()]
+        assert 3 <= len(labels) <= 12
+        assert all(low <= float(text) <= high and len(text.replace(".", "")) <= 3 for text in labels), labels
 
 
 def test_the_same_records_give_the_same_picture(tmp_path: Path) -> None:
@@ -256,18 +256,18 @@ def test_figures_of_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, output",
     [
         (["--figure", "wrods"], "unknown figure 'wrods'; did you mean 'words'?; allowed: perplexity, "),
         (["--figure", "map"], "records and 0 traces have nothing for the figure 'map'"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(
-    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], output: str
 ) -> None:
     assert main(["plot", str(results), "-o", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert output in error
     assert error.count("\n") == 1
 
 

@@ -57,9 +57,9 @@ def test_held_at_the_end() -> None:
 
 
 def test_survival_counts_only_tokens_old_enough() -> None:
-    found = retention.survival(trace_of(WINDOW, FIRST), [0, 1, 2, 5])
-    assert found[0].tolist() == [1, 1, 0, 0]
-    assert found[1].tolist() == pytest.approx([1, 1 / 5, 1 / 4, 1])
+    result = retention.survival(trace_of(WINDOW, FIRST), [0, 1, 2, 5])
+    assert result[0].tolist() == [1, 1, 0, 0]
+    assert result[1].tolist() == pytest.approx([1, 1 / 5, 1 / 4, 1])
     with pytest.raises(ValueError, match="6 steps old; ask for ages from 0 to 5"):
         retention.survival(trace_of(WINDOW), [6])
 
@@ -135,14 +135,14 @@ def wide(llama: Any, tokenizer: Any) -> Any:
 def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_path: Path, one_thread: None) -> None:
     model, texts = wide(llama, tokenizer), {"a": WORDS * 4, "b": WORDS[::-1] * 4}
     records = measure.measure(model, tokenizer, texts, ["tova:16", "tova-head:16"], length=90, traces=tmp_path)
-    found = {(one.policy, one.metric, tuple(one.cell.items())): one for one in records}
-    mean = found["tova:16", "steps kept", ()]
+    result = {(one.policy, one.metric, tuple(one.cell.items())): one for one in records}
+    mean = result["tova:16", "steps kept", ()]
     assert mean.value == pytest.approx(float(retention.steps_kept(window_trace(90, 16)).mean()))
     assert mean.low is not None
     assert (mean.groups, mean.task, mean.capacity, mean.settings["texts"]) == (2, "retention", 16, ["a", "b"])
     classes = {
         key[2][0][1]: one
-        for key, one in found.items()
+        for key, one in result.items()
         if key[0] == "tova:16" and key[2][:1] and key[2][0][0] == "class"
     }
     assert {"DT", "NN", "POS", ".", "newline"} <= set(classes)
@@ -150,13 +150,15 @@ def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_pat
     weighed = sum(one.value * one.samples for one in classes.values()) / 180
     assert weighed == pytest.approx(mean.value)
     for metric in ("recent share", "agreement of layers", "perplexity"):
-        assert found["tova:16", metric, ()].value > 0
+        assert result["tova:16", metric, ()].value > 0
     for metric in ("first token held", "tokens 2 to 25 held"):
-        assert 0 <= found["tova:16", metric, ()].value <= 1
-    assert ("tova-head:16", "agreement of heads", ()) in found
-    assert ("tova:16", "agreement of heads", ()) not in found
-    assert 0 < found["tova-head:16", "agreement with tova:16", ()].value < 1
-    assert found["tova:16", "held by age", (("age", 1),)].value > found["tova:16", "held by age", (("age", 32),)].value
+        assert 0 <= result["tova:16", metric, ()].value <= 1
+    assert ("tova-head:16", "agreement of heads", ()) in result
+    assert ("tova:16", "agreement of heads", ()) not in result
+    assert 0 < result["tova-head:16", "agreement with tova:16", ()].value < 1
+    assert (
+        result["tova:16", "held by age", (("age", 1),)].value > result["tova:16", "held by age", (("age", 32),)].value
+    )
 
 
 def test_sampled_steps_begin_when_every_layer_that_evicts_has_begun() -> None:
@@ -169,47 +171,47 @@ def test_sampled_steps_begin_when_every_layer_that_evicts_has_begun() -> None:
 def test_a_profile_is_measured_layer_by_layer(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
     profile = tmp_path / "p.json"
     profile.write_text('{"capacities": [8, 16, 24]}')
-    policy, given = f"tova:16,profile={profile}", {"length": 60, "words": False, "traces": tmp_path / "traces"}
+    policy, options = f"tova:16,profile={profile}", {"length": 60, "words": False, "traces": tmp_path / "traces"}
     model = wide(llama, tokenizer)
-    records = measure.measure(model, tokenizer, WORDS * 4, ["tova:16", policy], **given)
+    records = measure.measure(model, tokenizer, WORDS * 4, ["tova:16", policy], **options)
     held = {one.cell.get("layer"): one for one in records if (one.policy, one.metric) == (policy, "any token held")}
     assert [held[layer].value * 60 for layer in range(3)] == pytest.approx([8, 16, 24])
     assert held[None].capacity == 16
     assert [one.policy for one in records if one.metric == "agreement with tova:16"] == [policy]
     profile.write_text('{"capacities": [24, 16, 8]}')  # made anew: the trace under its name is not it
-    again = measure.measure(model, tokenizer, WORDS * 4, policy, **given)
+    again = measure.measure(model, tokenizer, WORDS * 4, policy, **options)
     first = next(one for one in again if one.cell == {"layer": 0} and one.metric == "any token held")
     assert first.value == pytest.approx(0.4)
 
 
 def test_traces_are_used_again(llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide(llama, tokenizer)
-    given = {"length": 60, "words": False, "traces": tmp_path}
-    first = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **given)
+    options = {"length": 60, "words": False, "traces": tmp_path}
+    first = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **options)
     trace_text = measure.trace_text
 
     def forbidden(*_: Any) -> Trace:
         raise AssertionError("a trace was there")
 
     monkeypatch.setattr(measure, "trace_text", forbidden)
-    again = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **given)
+    again = measure.measure(model, tokenizer, WORDS * 4, "tova:16", **options)
     assert [(one.metric, one.value) for one in first] == [(one.metric, one.value) for one in again]
     with pytest.raises(AssertionError):  # another text under the same name is read
-        measure.measure(model, tokenizer, WORDS[10:] * 4, "tova:16", **given)
+        measure.measure(model, tokenizer, WORDS[10:] * 4, "tova:16", **options)
     monkeypatch.setattr(measure, "trace_text", trace_text)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
-    "policy, text, said",
+    "policy, text, output",
     [
         ("full", WORDS * 4, "full keeps everything"),
         ("tova:512", WORDS * 4, "text has 60 tokens, so nothing ever leaves tova:512"),
         ([], WORDS, "at least one text and one policy"),
     ],
 )
-def test_what_cannot_be_seen_is_refused(llama: Any, tokenizer: Any, policy: Any, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_seen_is_refused(llama: Any, tokenizer: Any, policy: Any, text: str, output: str) -> None:
+    with pytest.raises(ValueError, match=output):
         measure.measure(wide(llama, tokenizer), tokenizer, text, policy, length=60, words=False)
 
 
@@ -217,8 +219,8 @@ def test_the_reading_is_that_of_the_rnn(llama: Any) -> None:
     ids = torch.randint(2, 64, (50,), generator=torch.Generator().manual_seed(3))
     rnn = RNN(llama(), "tova:8")
     _, state = rnn.read(ids, rnn.start(trace=True))
-    mine = measure.trace_text(rnn.model, ids.tolist(), "tova:8")
-    assert all(torch.equal(a, b) for a, b in zip(mine.deaths, state.trace.deaths, strict=True))
+    trace = measure.trace_text(rnn.model, ids.tolist(), "tova:8")
+    assert all(torch.equal(a, b) for a, b in zip(trace.deaths, state.trace.deaths, strict=True))
 
 
 def test_the_cache_is_the_users() -> None:
@@ -234,11 +236,11 @@ def test_the_command_measures_and_plot_and_report_show_it(
     wide(llama, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     text.write_text(WORDS * 4)
-    given = ["--model", str(folder), "--tokens", "60", "--no-words", "-q", "-o", str(out)]
+    options = ["--model", str(folder), "--tokens", "60", "--no-words", "-q", "-o", str(out)]
     policies = ["--policy", "tova:16", "--policy", "tova-head:16"]
-    assert main(["retention", str(text), *policies, *given, "--traces", str(tmp_path / "traces")]) == 0
-    said = capsys.readouterr().out
-    assert "| tova-head:16 |" in said
+    assert main(["retention", str(text), *policies, *options, "--traces", str(tmp_path / "traces")]) == 0
+    output = capsys.readouterr().out
+    assert "| tova-head:16 |" in output
     assert len(list((tmp_path / "traces").iterdir())) == 2
     one = str(next((tmp_path / "traces").iterdir()))
     assert main(["plot", one, "-o", str(tmp_path / "figures"), "--figure", "layers"]) == 0
@@ -248,7 +250,7 @@ def test_the_command_measures_and_plot_and_report_show_it(
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, output",
     [
         (["none.txt", "-o", "x.jsonl"], "there is no file none.txt"),
         ([".", "-o", "x.jsonl"], "has no *.txt"),
@@ -259,7 +261,11 @@ def test_the_command_measures_and_plot_and_report_show_it(
     ],
 )
 def test_bad_input_gets_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    output: str,
 ) -> None:
     from msrnn.cli import main
 
@@ -270,5 +276,5 @@ def test_bad_input_gets_one_line(
     places = {"text": str(tmp_path / "text.md"), "empty": str(tmp_path / "empty.md")}
     assert main(["retention", *[argument.format(**places) for argument in arguments]]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert output in error
     assert error.count("\n") == 1

@@ -29,15 +29,15 @@ def words(text: str, tagger: Any) -> list[tuple[str, str]]:
 
 
 def test_words_have_penn_tags_and_places(tagger: Any) -> None:
-    found = words(TEXT, tagger)
-    assert found[:5] == [("“", "``"), ("Do", "VBP"), ("n\u2019t", "RB"), ("go", "VB"), (",", ",")]
-    assert found[5] == ("”", "''")
+    result = words(TEXT, tagger)
+    assert result[:5] == [("“", "``"), ("Do", "VBP"), ("n\u2019t", "RB"), ("go", "VB"), (",", ",")]
+    assert result[5] == ("”", "''")
     for pair in [
         ("said", "VBD"), ("Smith", "NNP"), ("The", "DT"), ("boys", "NNS"), ("'", "POS"), ("$", "$"), ("5", "CD"),
         ("(", "("), ("'s", "POS"), ("—", ":"), ("--", ":"), ("is", "VBZ"), ("!", "."), ("She", "PRP"), ("Rome", "NNP"),
     ]:  # fmt: skip
-        assert pair in found
-    assert "".join(word for word, _ in found) == "".join(TEXT.split())  # nothing lost, nothing twice
+        assert pair in result
+    assert "".join(word for word, _ in result) == "".join(TEXT.split())  # nothing lost, nothing twice
 
 
 def test_sentences_end_where_they_should() -> None:
@@ -47,8 +47,8 @@ def test_sentences_end_where_they_should() -> None:
 
 def test_odd_quotes_are_no_reason_to_stop(tagger: Any) -> None:
     for text in ("`` \" '' `` ''' \"\"", "''''", '"', "He said ''yes'' and \"no'' .", "\n\n \t", ""):
-        found = tagged(text, tagger)
-        assert "".join(text[word.start : word.end] for word in found) == "".join(text.split())
+        result = tagged(text, tagger)
+        assert "".join(text[word.start : word.end] for word in result) == "".join(text.split())
 
 
 def test_tokens_take_the_class_of_the_word_they_begin_in(tagger: Any) -> None:

@@ -20,10 +20,10 @@ def power(weight: float, exponent: float = 1.0) -> dict[int, float]:
 def test_power_laws_have_a_known_optimum() -> None:
     """The least sum of w / c under a sum of c is at c proportional to the root of w."""
     weights = [1.0, 4.0, 16.0, 64.0]
-    found = allocate([power(w) for w in weights], 1200)
-    assert sum(found) == 1200
+    capacities = allocate([power(w) for w in weights], 1200)
+    assert sum(capacities) == 1200
     roots = [w**0.5 for w in weights]
-    assert found == pytest.approx([1200 * root / sum(roots) for root in roots], rel=0.1)
+    assert capacities == pytest.approx([1200 * root / sum(roots) for root in roots], rel=0.1)
 
 
 def test_a_layer_that_needs_nothing_gets_the_least() -> None:
@@ -32,18 +32,18 @@ def test_a_layer_that_needs_nothing_gets_the_least() -> None:
 
 
 def test_equal_layers_share_alike_up_to_one_step() -> None:
-    found = allocate([power(3.0)] * 4, 4 * 128)
-    assert sum(found) == 512
-    assert max(found) / min(found) < 1.2
+    capacities = allocate([power(3.0)] * 4, 4 * 128)
+    assert sum(capacities) == 512
+    assert max(capacities) / min(capacities) < 1.2
 
 
 def test_no_choice_on_the_grid_is_better() -> None:
     curves = [power(1.0, 0.5), power(30.0, 1.5), {c: 0.2 if c < 200 else 0.01 for c in GRID}]
     total = 700
-    found = allocate(curves, total)
+    capacities = allocate(curves, total)
     tried = (sum(curve[c] for curve, c in zip(curves, sizes, strict=True))
              for sizes in product(GRID, repeat=3) if sum(sizes) <= total)  # fmt: skip
-    assert expected_loss(curves, found) <= min(tried) + 1e-9
+    assert expected_loss(curves, capacities) <= min(tried) + 1e-9
 
 
 def test_a_curve_with_a_cliff_is_paid_in_full_or_not_at_all() -> None:
@@ -56,9 +56,9 @@ def test_a_curve_with_a_cliff_is_paid_in_full_or_not_at_all() -> None:
 @given(st.lists(st.lists(st.floats(-0.1, 2), min_size=7, max_size=7), min_size=1, max_size=6), st.integers(16, 2000))
 def test_every_slot_is_spent_within_the_curves(losses: list[list[float]], average: int) -> None:
     curves = [dict(zip(GRID, row, strict=True)) for row in losses]
-    found = allocate(curves, average * len(curves))
-    assert sum(found) == average * len(curves)
-    assert all(16 <= c <= max(1024, average) for c in found)
+    capacities = allocate(curves, average * len(curves))
+    assert sum(capacities) == average * len(curves)
+    assert all(16 <= c <= max(1024, average) for c in capacities)
 
 
 @given(st.dictionaries(st.integers(1, 5000), st.floats(-1, 3), min_size=1, max_size=9))

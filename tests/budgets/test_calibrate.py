@@ -41,8 +41,8 @@ def meter(llama: Any, tmp_path: Path) -> Meter:
 
 
 def test_chunks_are_spread_over_the_text() -> None:
-    found = chunks_of(list(range(100)), 16, 3)
-    assert found[:, 0].tolist() == [0, 32, 64]
+    result = chunks_of(list(range(100)), 16, 3)
+    assert result[:, 0].tolist() == [0, 32, 64]
     assert chunks_of(list(range(100)), 16, 50).shape == (6, 16)
     with pytest.raises(ValueError, match="15 tokens, fewer than one chunk of 16"):
         chunks_of(list(range(15)), 16, 1)
@@ -59,11 +59,11 @@ def test_the_loss_is_that_of_the_second_half(meter: Meter) -> None:
 
 
 def test_curves_shrink_one_layer_each(meter: Meter) -> None:
-    found = layer_curves(meter)
+    result = layer_curves(meter)
     floor = meter.loss((None,) * 3)
-    assert [sorted(curve) for curve in found] == [[4, 8, 16, 32]] * 3
-    assert found[1][8] == pytest.approx(meter.loss((None, 8, None)) - floor)
-    assert found[0][4] != found[2][4]
+    assert [sorted(curve) for curve in result] == [[4, 8, 16, 32]] * 3
+    assert result[1][8] == pytest.approx(meter.loss((None, 8, None)) - floor)
+    assert result[0][4] != result[2][4]
 
 
 def test_joint_moves_keep_the_sum_and_never_make_it_worse(meter: Meter) -> None:
@@ -177,11 +177,11 @@ def profile(meter: Meter, tmp_path: Path) -> Path:
 
 
 def test_a_policy_with_a_profile_is_one_policy_per_layer(meter: Meter, profile: Path) -> None:
-    made = json.loads(profile.read_text())
+    content = json.loads(profile.read_text())
     used = msrnn.cache(meter.model, f"tova:12,profile={profile}").plan
-    assert [policy.capacity for policy in used.policies] == made["capacities"]
-    assert [p.capacity for p in plan_for(f"h2o,profile={profile}", 3).policies] == made["capacities"]
-    assert [p.capacity for p in plan_for(f"tova:20,profile={profile}", 3).policies] == made["allocations"]["20"]
+    assert [policy.capacity for policy in used.policies] == content["capacities"]
+    assert [p.capacity for p in plan_for(f"h2o,profile={profile}", 3).policies] == content["capacities"]
+    assert [p.capacity for p in plan_for(f"tova:20,profile={profile}", 3).policies] == content["allocations"]["20"]
     between = [p.capacity for p in plan_for(f"tova:16,profile={profile}", 3).policies]  # from the curves
     assert sum(c for c in between if c) == 48
     with pytest.raises(ValueError, match=r"no capacities for an average of 2: 6 slots are fewer"):

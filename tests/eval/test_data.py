@@ -79,8 +79,11 @@ def test_books_by_their_public_name(public):
 def test_zero_scrolls_rows_are_taken_apart(public):
     head, story, query = "You are given a story.\n\n", "Story:\nOnce there was.\n\n", "Question:\nWhat?\n\nAnswer:\n"
     ends = {"document_start_index": len(head), "document_end_index": len(head + story)}
-    asked = {"query_start_index": len(head + story), "query_end_index": len(head + story + query)}
-    public("squality", [{"id": "7", "pid": "7_0", "input": head + story + query, "output": "That.", **ends, **asked}])
+    query_indices = {"query_start_index": len(head + story), "query_end_index": len(head + story + query)}
+    public(
+        "squality",
+        [{"id": "7", "pid": "7_0", "input": head + story + query, "output": "That.", **ends, **query_indices}],
+    )
     [one] = data.squality(None)
     assert (one.document_name, one.document.strip()) == ("7", "Once there was.")
     assert (one.question, one.answers) == ("What?", ["That."])

@@ -16,21 +16,21 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", tasks.NAMES)
 def test_every_task_has_an_experiment_that_reads(name):
-    made = read_experiment(ROOT / "experiments" / f"{name}.toml", tasks.settings())
-    assert made.task == name
-    assert made.entries()[0].label == "full"
+    experiment = read_experiment(ROOT / "experiments" / f"{name}.toml", tasks.settings())
+    assert experiment.task == name
+    assert experiment.entries()[0].label == "full"
 
 
 def test_the_pg19_table_is_the_papers():
-    made = read_experiment(ROOT / "experiments" / "pg19.toml", tasks.settings())
-    labels = [one.label for one in made.entries()]
+    experiment = read_experiment(ROOT / "experiments" / "pg19.toml", tasks.settings())
+    labels = [one.label for one in experiment.entries()]
     assert len(labels) == len(set(labels)) == 1 + 10 * 7
     assert {"baseline:64", "tova+4:4096", "h2o-layer:512", "tova-head:2048"} < set(labels)
-    assert made.settings.chunk == 4096
+    assert experiment.settings.chunk == 4096
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "table, reason",
     [
         ({"task": "pg20"}, "task is 'pg20'; did you mean 'pg19'"),
         ({}, "task is None"),
@@ -48,10 +48,10 @@ def test_the_pg19_table_is_the_papers():
         ({"task": "extrapolation", "positions": ["odd"]}, "allowed: plain, gaps, relative"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(given, said):
+def test_what_cannot_be_run_is_refused_in_one_line(table, reason):
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        make_experiment(given, tasks.settings(), "some.toml")
-    assert said in str(refused.value)
+        make_experiment(table, tasks.settings(), "some.toml")
+    assert reason in str(refused.value)
 
 
 def test_files_that_are_none_are_named(tmp_path):
@@ -63,8 +63,8 @@ def test_files_that_are_none_are_named(tmp_path):
 
 
 def test_sizes_cross_policies_and_overrides_stay_behind_the_size():
-    given = {"task": "pg19", "policies": ["tova,last=2", "window+4:9", "full"], "capacities": [4, 8]}
-    labels = [one.label for one in make_experiment(given, tasks.settings()).entries()]
+    table = {"task": "pg19", "policies": ["tova,last=2", "window+4:9", "full"], "capacities": [4, 8]}
+    labels = [one.label for one in make_experiment(table, tasks.settings()).entries()]
     assert labels == ["full", "tova:4,last=2", "tova:8,last=2", "window+4:9"]
 
 
@@ -72,8 +72,8 @@ def test_a_profile_gives_each_layer_its_capacity_and_a_digest(tmp_path):
     digests = set()
     for sizes in ([4, 12], [5, 11]):
         (tmp_path / "p.json").write_text(json.dumps({"capacities": sizes}))
-        given = {"task": "pg19", "policies": [f"tova,profile={tmp_path}/p.json"], "capacities": [8]}
-        one = make_experiment(given, tasks.settings()).entries()[-1]
+        table = {"task": "pg19", "policies": [f"tova,profile={tmp_path}/p.json"], "capacities": [8]}
+        one = make_experiment(table, tasks.settings()).entries()[-1]
         assert (one.label, one.capacity) == (f"tova:8,profile={tmp_path}/p.json", 8)
         assert not one.never_evicts(10)
         assert one.never_evicts(4)

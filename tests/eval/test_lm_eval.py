@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAIRS = [("the old captain", " wept"), ("stone and stone and river", " and lantern"), ("", "never said"), ("a", "b")]
 
 
-def made(policy: str, **settings: object) -> BoundedLM:
+def bounded_lm(policy: str, **settings: object) -> BoundedLM:
     return BoundedLM(tiny_eval.model(), policy, tokenizer=tiny_eval.tokenizer(), **settings)
 
 
@@ -32,10 +32,10 @@ def ask(kind: str, *arguments: object) -> Instance:
 
 
 def test_likelihoods_are_the_plain_models_where_nothing_leaves():
-    lm = made("tova:400", batch_size=3)
-    found = lm.loglikelihood([ask("loglikelihood", *pair) for pair in PAIRS], disable_tqdm=True)
+    lm = bounded_lm("tova:400", batch_size=3)
+    results = lm.loglikelihood([ask("loglikelihood", *pair) for pair in PAIRS], disable_tqdm=True)
     plain, encode = tiny_eval.model(), tiny_eval.tokenizer()
-    for (context, continuation), (total, greedy) in zip(PAIRS, found, strict=True):
+    for (context, continuation), (total, greedy) in zip(PAIRS, results, strict=True):
         before, after = encode(context)["input_ids"] or [lm.prefix_token_id], encode(continuation)["input_ids"]
         with torch.no_grad():
             logits = plain(torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
@@ -46,23 +46,23 @@ def test_likelihoods_are_the_plain_models_where_nothing_leaves():
 
 def test_a_bound_is_felt_and_a_batch_changes_nothing():
     pairs = [ask("loglikelihood", *pair) for pair in PAIRS]
-    alone = made("tova:8").loglikelihood(pairs, disable_tqdm=True)
-    together = made("tova:8", batch_size=4).loglikelihood(pairs, disable_tqdm=True)
+    alone = bounded_lm("tova:8").loglikelihood(pairs, disable_tqdm=True)
+    together = bounded_lm("tova:8", batch_size=4).loglikelihood(pairs, disable_tqdm=True)
     for one, other in zip(alone, together, strict=True):
         assert one[0] == pytest.approx(other[0], abs=1e-3)
-    free = made("full").loglikelihood(pairs, disable_tqdm=True)
+    free = bounded_lm("full").loglikelihood(pairs, disable_tqdm=True)
     assert abs(alone[1][0] - free[1][0]) > 0.1
 
 
 def test_a_whole_text_is_read_in_one_go():
-    text, lm = tiny_eval.prose(40, 1), made("tova:8")
-    found = lm.loglikelihood_rolling([ask("loglikelihood_rolling", text)], disable_tqdm=True)
+    text, lm = tiny_eval.prose(40, 1), bounded_lm("tova:8")
+    results = lm.loglikelihood_rolling([ask("loglikelihood_rolling", text)], disable_tqdm=True)
     ids = torch.tensor([[lm.prefix_token_id, *tiny_eval.tokenizer()(text)["input_ids"]]])
-    assert found == [pytest.approx(-float(token_nll(lm.model, ids, "tova:8").sum()), rel=1e-5)]
+    assert results == [pytest.approx(-float(token_nll(lm.model, ids, "tova:8").sum()), rel=1e-5)]
 
 
 def test_answers_stop_where_they_are_told_to():
-    lm = made("tova:8")
+    lm = bounded_lm("tova:8")
     whole = lm.generate_until(
         [ask("generate_until", "the river", {"until": [], "max_gen_toks": 12})], disable_tqdm=True
     )[0]
@@ -90,10 +90,13 @@ def test_the_harness_runs_a_task_and_agrees_with_its_own_model(tmp_path):
     from lm_eval.models.huggingface import HFLM
 
     scores = []
-    for lm in (made("tova:400"), HFLM(tiny_eval.model(), tokenizer=tiny_eval.tokenizer(), batch_size=1, device="cpu")):
+    for lm in (
+        bounded_lm("tova:400"),
+        HFLM(tiny_eval.model(), tokenizer=tiny_eval.tokenizer(), batch_size=1, device="cpu"),
+    ):
         manager = TaskManager(include_defaults=False)
-        found = simple_evaluate(lm, tasks=[dict(task)], task_manager=manager, bootstrap_iters=0, verbosity="ERROR")
-        samples = found["samples"]["tiny_choice"]
+        results = simple_evaluate(lm, tasks=[dict(task)], task_manager=manager, bootstrap_iters=0, verbosity="ERROR")
+        samples = results["samples"]["tiny_choice"]
         scores.append([answer[0] for sample in samples for answer in sample["filtered_resps"]])
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 

@@ -82,7 +82,7 @@ def test_perplexity_is_that_of_one_forward(llama: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["tova:150", "window:150", "h2o:150", "full"])
 def test_a_state_with_room_for_all_scores_as_the_plain_model(llama: Any, policy: str) -> None:
-    plain, bounded = (perplexity(llama(), ids(150).tolist(), given, piece=40) for given in (None, policy))
+    plain, bounded = (perplexity(llama(), ids(150).tolist(), choice, piece=40) for choice in (None, policy))
     assert bounded.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
 
 

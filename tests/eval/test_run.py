@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from msrnn.eval.experiment import make_experiment
 from msrnn.eval.record import read_lines, read_records
 from msrnn.eval.run import Prompt, batches, round_robin, run
 from msrnn.eval.task import Sample
+from msrnn.policy import Plan, Policy, tova
 from msrnn.system.console import progress
 from tests.support import tiny_eval
 
@@ -37,17 +39,17 @@ def folder(tmp_path_factory):
 
 
 def experiment(folder, task="pg19", **more):
-    given = {"task": task, "data": str(folder), "policies": POLICIES, "batch": 4} | more
-    return make_experiment(given, tasks.settings())
+    table = {"task": task, "data": str(folder), "policies": POLICIES, "batch": 4} | more
+    return make_experiment(table, tasks.settings())
 
 
-def go(made, out, **options):
-    return run(made, tiny_eval.model(), tiny_eval.tokenizer(), out, quiet=True, **options)
+def run_tiny(setup, out, **options):
+    return run(setup, tiny_eval.model(), tiny_eval.tokenizer(), out, quiet=True, **options)
 
 
 def test_pg19_is_what_a_plain_loop_over_books_gives(folder, tmp_path):
     """The loop shares nothing with the harness but the books: tokens, chunks and sums are its own."""
-    records = {record.policy: record for record in go(experiment(folder, chunk=64), tmp_path / "r.jsonl")}
+    records = {record.policy: record for record in run_tiny(experiment(folder, chunk=64), tmp_path / "r.jsonl")}
     model, encode = tiny_eval.model(), tiny_eval.tokenizer()
     nats, count = {"full": 0.0, "baseline:16": 0.0}, Counter()
     for path in sorted((folder / "pg19").glob("*.txt")):
@@ -69,10 +71,20 @@ def test_pg19_is_what_a_plain_loop_over_books_gives(folder, tmp_path):
     assert all(record.low <= record.value <= record.high for record in records.values())
 
 
+@pytest.mark.parametrize(
+    "policy", ["key_difference:16", Policy(16, first=2, rule="key_difference"), Plan((tova(8), tova(16)))]
+)
+def test_research_policies_and_plans_run_like_any_other(folder, tmp_path, policy):
+    setup = replace(experiment(folder, chunk=64, limit=4), policies=("full", policy))
+    full, bounded = run_tiny(setup, tmp_path / "r.jsonl")
+    assert bounded.policy == str(policy)
+    assert bounded.value != pytest.approx(full.value, rel=1e-3)
+
+
 def test_batches_change_nothing(folder, tmp_path):
     values = []
     for size in (1, 7):
-        records = go(experiment(folder, chunk=64, batch=size), tmp_path / f"{size}.jsonl")
+        records = run_tiny(experiment(folder, chunk=64, batch=size), tmp_path / f"{size}.jsonl")
         values.append([record.value for record in records])
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
@@ -80,7 +92,7 @@ def test_batches_change_nothing(folder, tmp_path):
 def test_the_tail_is_counted_only_when_asked_for(folder, tmp_path):
     tokens = []
     for tail in (False, True):
-        [record] = go(experiment(folder, chunk=64, tail=tail, policies=["full"]), tmp_path / f"{tail}.jsonl")
+        [record] = run_tiny(experiment(folder, chunk=64, tail=tail, policies=["full"]), tmp_path / f"{tail}.jsonl")
         tokens.append(sum(part["tokens"] for part in record.parts.values()))
     whole = sum(len(path.read_bytes()) for path in (folder / "pg19").glob("*.txt"))
     assert tokens[0] < tokens[1] < whole
@@ -88,34 +100,34 @@ def test_the_tail_is_counted_only_when_asked_for(folder, tmp_path):
 
 def test_a_finished_run_is_not_done_again(folder, tmp_path):
     out = tmp_path / "r.jsonl"
-    first = go(experiment(folder, chunk=64), out)
+    first = run_tiny(experiment(folder, chunk=64), out)
     log = (tmp_path / "r.samples.jsonl").read_text()
-    assert go(experiment(folder, chunk=64), out) == first
+    assert run_tiny(experiment(folder, chunk=64), out) == first
     assert (tmp_path / "r.samples.jsonl").read_text() == log
     assert read_records(out) == first
-    go(experiment(folder, chunk=64, policies=[*POLICIES, "tova:8"]), out)
+    run_tiny(experiment(folder, chunk=64, policies=[*POLICIES, "tova:8"]), out)
     added = (tmp_path / "r.samples.jsonl").read_text()[len(log) :].splitlines()
     assert {json.loads(line).get("policy") for line in added} == {None, "tova:8"}
 
 
 def test_other_settings_are_another_run(folder, tmp_path):
     out = tmp_path / "r.jsonl"
-    one = go(experiment(folder, chunk=64, limit=2), out)
-    two = go(experiment(folder, chunk=32, limit=2), out)
+    one = run_tiny(experiment(folder, chunk=64, limit=2), out)
+    two = run_tiny(experiment(folder, chunk=32, limit=2), out)
     assert {r.run for r in one}.isdisjoint(r.run for r in two)
 
 
 def test_no_batch_begins_after_the_time(folder, tmp_path):
-    assert go(experiment(folder, chunk=64), tmp_path / "r.jsonl", minutes=0) == []
+    assert run_tiny(experiment(folder, chunk=64), tmp_path / "r.jsonl", minutes=0) == []
     assert not (tmp_path / "r.samples.jsonl").exists()
 
 
 def test_records_are_of_samples_that_all_policies_have_done(folder, tmp_path):
     out = tmp_path / "r.jsonl"
-    go(experiment(folder, chunk=64, limit=3, policies=["full"]), out)
-    records = go(experiment(folder, chunk=64, policies=["full", "tova:16"]), out, minutes=0)
+    run_tiny(experiment(folder, chunk=64, limit=3, policies=["full"]), out)
+    records = run_tiny(experiment(folder, chunk=64, policies=["full", "tova:16"]), out, minutes=0)
     assert records == []
-    records = go(experiment(folder, chunk=64, limit=2, policies=["full", "tova:16"]), out)
+    records = run_tiny(experiment(folder, chunk=64, limit=2, policies=["full", "tova:16"]), out)
     assert {record.samples for record in records} == {2}
 
 
@@ -123,10 +135,12 @@ def test_policies_share_one_pass_over_the_data(folder, tmp_path, monkeypatch):
     """Books are opened and tokenized once, and every policy has taken a batch before the next one begins."""
     opened, books = [], data.books
     monkeypatch.setattr(data, "books", lambda place: opened.append(place) or books(place))
-    go(experiment(folder, chunk=64, batch=2, limit=6, policies=["full", "tova:16", "h2o:16"]), tmp_path / "r.jsonl")
+    run_tiny(
+        experiment(folder, chunk=64, batch=2, limit=6, policies=["full", "tova:16", "h2o:16"]), tmp_path / "r.jsonl"
+    )
     assert len(opened) == 1
-    taken = [line["policy"] for _, line in read_lines(tmp_path / "r.samples.jsonl") if "policy" in line]
-    assert taken == 3 * ["full", "full", "tova:16", "tova:16", "h2o:16", "h2o:16"]
+    policies = [line["policy"] for _, line in read_lines(tmp_path / "r.samples.jsonl") if "policy" in line]
+    assert policies == 3 * ["full", "full", "tova:16", "tova:16", "h2o:16", "h2o:16"]
 
 
 def test_the_bar_says_what_is_done_and_how_long_the_rest_takes():
@@ -170,7 +184,10 @@ def test_a_kill_loses_no_sample_and_repeats_none(folder, tmp_path):
     assert lines[: len(before)] == before
     assert max(Counter((line["policy"], line["sample"]) for line in lines).values()) == 1
     settings = {"chunk": 32, "policies": ["full", "tova:8", "window+4:8"], "batch": 1}
-    killed, whole = read_records(tmp_path / "killed.jsonl"), go(experiment(texts, **settings), tmp_path / "whole.jsonl")
+    killed, whole = (
+        read_records(tmp_path / "killed.jsonl"),
+        run_tiny(experiment(texts, **settings), tmp_path / "whole.jsonl"),
+    )
     assert [(r.policy, r.samples, r.value) for r in killed] == [
         (r.policy, r.samples, pytest.approx(r.value)) for r in whole
     ]
@@ -181,12 +198,12 @@ def test_the_command_prints_a_table_and_json(folder, tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     model = tiny_eval.save(tmp_path / "model")
     (tmp_path / "e.toml").write_text('task = "pg19"\nchunk = 64\npolicies = ["full", "tova:16"]\nlimit = 3\n')
-    given = ["eval", "e.toml", "--data", str(folder), "--model", str(model), "--device", "cpu", "-q", "--seed", "5"]
-    assert main(given) == 0
+    arguments = ["eval", "e.toml", "--data", str(folder), "--model", str(model), "--device", "cpu", "-q", "--seed", "5"]
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "tova:16" in printed
     assert "95 % interval" in printed
-    assert main([*given, "--json", "--policy", "window:16", "--out", "o.jsonl"]) == 0
+    assert main([*arguments, "--json", "--policy", "window:16", "--out", "o.jsonl"]) == 0
     [record] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (record["policy"], record["seed"], record["samples"]) == ("window:16", 5, 3)
     assert len(read_records(tmp_path / "results" / "e.jsonl")) == 2
@@ -212,9 +229,9 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch, more, sa
 
 
 def test_a_batch_that_does_not_fit_is_halved(folder, tmp_path, monkeypatch):
-    from msrnn.eval import run as running
+    from msrnn.eval import run as runs
 
-    sizes, real = [], running.token_nll
+    sizes, real = [], runs.token_nll
 
     def small(model, ids, *rest, **named):
         sizes.append(len(ids))
@@ -222,11 +239,11 @@ def test_a_batch_that_does_not_fit_is_halved(folder, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("too large")
         return real(model, ids, *rest, **named)
 
-    wanted = go(experiment(folder, chunk=64, policies=["tova:16"], limit=5), tmp_path / "a.jsonl")
-    monkeypatch.setattr(running, "token_nll", small)
-    found = go(experiment(folder, chunk=64, policies=["tova:16"], limit=5, batch=5), tmp_path / "b.jsonl")
+    expected = run_tiny(experiment(folder, chunk=64, policies=["tova:16"], limit=5), tmp_path / "a.jsonl")
+    monkeypatch.setattr(runs, "token_nll", small)
+    halved = run_tiny(experiment(folder, chunk=64, policies=["tova:16"], limit=5, batch=5), tmp_path / "b.jsonl")
     assert sizes == [5, 2, 3, 1, 2]
-    assert found[0].value == pytest.approx(wanted[0].value, rel=1e-5)
+    assert halved[0].value == pytest.approx(expected[0].value, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +255,9 @@ def bundled():
 
 
 def test_a_pass_key_within_the_state_is_recalled_and_one_beyond_it_is_not(bundled, tmp_path):
-    given = {"task": "needle", "kinds": ["passkey"], "lengths": [256], "depths": [0.2], "repeats": 1, "new_tokens": 14}
-    made = make_experiment(given | {"policies": ["full", "window+4:64"]}, tasks.settings())
-    records = run(made, *bundled, tmp_path / "r.jsonl", quiet=True)
+    table = {"task": "needle", "kinds": ["passkey"], "lengths": [256], "depths": [0.2], "repeats": 1, "new_tokens": 14}
+    setup = make_experiment(table | {"policies": ["full", "window+4:64"]}, tasks.settings())
+    records = run(setup, *bundled, tmp_path / "r.jsonl", quiet=True)
     assert [(record.policy, record.value) for record in records] == [("full", 1.0), ("window+4:64", 0.0)]
 
 
@@ -250,8 +267,8 @@ def test_a_chunk_of_a_real_book_has_the_plain_models_perplexity(bundled, tmp_pat
     text = path.read_text()[:3000]
     (tmp_path / "pg19").mkdir()
     (tmp_path / "pg19" / path.name).write_text(text)
-    made = experiment(tmp_path, chunk=256, policies=["full", "tova:64"], limit=1)
-    full, tova = run(made, *bundled, tmp_path / "r.jsonl", quiet=True)
+    setup = experiment(tmp_path, chunk=256, policies=["full", "tova:64"], limit=1)
+    full, tova = run(setup, *bundled, tmp_path / "r.jsonl", quiet=True)
     model, tokenizer = bundled
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"][:256]])
     with torch.no_grad():

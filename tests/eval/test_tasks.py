@@ -192,7 +192,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, model, tokenizer):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.model, self.tokenizer, self.asked, self.lock = model, tokenizer, [], threading.Lock()
+        self.model, self.tokenizer, self.exchanges, self.lock = model, tokenizer, [], threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -207,10 +207,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         with self.server.lock:
-            asked = body["messages"][-1]["content"]
-            prompt = Resources(self.server.model, self.server.tokenizer).prompt("", asked, "", 1 << 30)
+            question = body["messages"][-1]["content"]
+            prompt = Resources(self.server.model, self.server.tokenizer).prompt("", question, "", 1 << 30)
             output = generate(self.server.model, self.server.tokenizer, [prompt], "tova:64", body["max_tokens"])[0]
-            self.server.asked.append((asked, output.text))
+            self.server.exchanges.append((question, output.text))
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": output.text}}
         reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
         data = json.dumps(reply).encode()
@@ -235,19 +235,19 @@ def server():
 
 def test_a_pair_is_shown_twice_with_sides_swapped(server):
     verdict = judge.Judge(server.url, "tiny").compare("Write.", "mine", "yours")
-    first, second = (asked for asked, _ in server.asked)
+    first, second = (question for question, _ in server.exchanges)
     assert first.index("mine") < first.index("yours")
     assert second.index("yours") < second.index("mine")
-    said = [judge.verdict(answer) for _, answer in server.asked]
-    assert verdict == {("A", "B"): "wins", ("B", "A"): "losses"}.get(tuple(said), "ties")
+    answers = [judge.verdict(answer) for _, answer in server.exchanges]
+    assert verdict == {("A", "B"): "wins", ("B", "A"): "losses"}.get(tuple(answers), "ties")
 
 
-@pytest.mark.parametrize("said, verdict", [("AB", "wins"), ("BA", "losses"), ("AA", "ties"), ("BB", "ties")])
-def test_a_win_needs_both_sides(monkeypatch, said, verdict):
+@pytest.mark.parametrize("answers, verdict", [("AB", "wins"), ("BA", "losses"), ("AA", "ties"), ("BB", "ties")])
+def test_a_win_needs_both_sides(monkeypatch, answers, verdict):
     pytest.importorskip("openai", reason="the extra 'judge' is not installed")
-    answers = iter(said)
+    replies = iter(answers)
     one = judge.Judge("http://127.0.0.1:9/v1", "none")
-    monkeypatch.setattr(one, "prefers", lambda *_: next(answers))
+    monkeypatch.setattr(one, "prefers", lambda *_: next(replies))
     assert one.compare("", "", "") == verdict
 
 
@@ -266,7 +266,7 @@ def test_stories_are_measured_and_judged(server, folder, tmp_path):
     wins, ties, losses = (by["tova:16", name].value for name in judge.VERDICTS)
     assert wins + ties + losses == pytest.approx(1)
     assert ("full", "wins") not in by
-    assert len(server.asked) == 2 * by["tova:16", "wins"].parts.__len__()
+    assert len(server.exchanges) == 2 * by["tova:16", "wins"].parts.__len__()
     assert by["full", "full perplexity"].value > 1
     assert by["tova:16", "tokens"].value <= 12
 

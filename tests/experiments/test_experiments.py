@@ -58,12 +58,12 @@ def test_the_halves_are_apart_and_always_the_same(data: Path) -> None:
 def test_intervals_keep_pairs_together() -> None:
     import books
 
-    mine = {str(i): (float(i + 10), 10) for i in range(6)}
-    theirs = {name: (nats + 1.0, tokens) for name, (nats, tokens) in mine.items()}
-    value, low, high = books.interval(lambda a, b: np.log(b / a), mine, theirs)
+    first = {str(i): (float(i + 10), 10) for i in range(6)}
+    second = {name: (nats + 1.0, tokens) for name, (nats, tokens) in first.items()}
+    value, low, high = books.interval(lambda a, b: np.log(b / a), first, second)
     assert (value, low, high) == (pytest.approx(0.1),) * 3  # the same difference in every book: no doubt at all
-    value, low, high = books.interval(lambda a: a, mine)
-    assert value == pytest.approx(books.perplexity(mine))
+    value, low, high = books.interval(lambda a: a, first)
+    assert value == pytest.approx(books.perplexity(first))
     assert low < value < high
 
 
@@ -96,21 +96,21 @@ def test_reporting_shares_what_the_records_say_of_the_other_half(
     names = [f"book{i}" for i in range(4)]
     ours = books.halves(names)[1]
     means = {"full": 1.0, "tova:64": 1.4, "tova:128": 1.2, "h2o:64": 1.3, "fade:64": 1.1}
-    made = [record("pg19", policy, "perplexity", 0.0) for policy in means]
+    results = [record("pg19", policy, "perplexity", 0.0) for policy in means]
     parts = {
         policy: {name: {"nll": 1000 * (mean if name in ours else 9.0), "tokens": 1000.0} for name in names}
         for policy, mean in means.items()
     }
     few = replace(record("pg19", "tova-head:64", "perplexity", 0.0), samples=1, parts=parts["full"])
-    write_records(tmp_path / "pg19.jsonl", [*(replace(one, parts=parts[one.policy]) for one in made), few])
+    write_records(tmp_path / "pg19.jsonl", [*(replace(one, parts=parts[one.policy]) for one in results), few])
     run(reporting, monkeypatch, str(tmp_path / "pg19.jsonl"))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     over = np.exp(list(means.values())) - np.e
     shares = [f"{over[4] / rival:.3f} [" for rival in (over[1], over[3], over[2])]
-    line = next(line for line in said.splitlines() if line.startswith("fade"))
+    line = next(line for line in output.splitlines() if line.startswith("fade"))
     assert f"{over[4]:.3f} [" in line
     assert all(share in line for share in shares)
-    assert "tova-head" not in said  # of fewer samples than the others
+    assert "tova-head" not in output  # of fewer samples than the others
 
 
 def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -128,15 +128,15 @@ def test_search_end_to_end_and_again(
     out = tmp_path / "out" / "search.jsonl"
     options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
     run(search, monkeypatch, *options, "--quick")
-    said = capsys.readouterr().out
-    assert "chosen: tova" in said
-    assert "tova - preset: " in said
-    made = read_records(out)
-    assert {record.capacity for record in made} == {None, 8, 16, 32}
-    assert all(record.groups == 2 and record.value > 1 for record in made)
-    kept = (tmp_path / "out" / "search.chosen.measured.jsonl").read_text()
+    output = capsys.readouterr().out
+    assert "chosen: tova" in output
+    assert "tova - preset: " in output
+    results = read_records(out)
+    assert {record.capacity for record in results} == {None, 8, 16, 32}
+    assert all(record.groups == 2 and record.value > 1 for record in results)
+    measurements = (tmp_path / "out" / "search.chosen.measured.jsonl").read_text()
     run(search, monkeypatch, *options, "--quick")
-    assert (tmp_path / "out" / "search.chosen.measured.jsonl").read_text() == kept
+    assert (tmp_path / "out" / "search.chosen.measured.jsonl").read_text() == measurements
     assert "0 new records" in capsys.readouterr().out
 
 
@@ -153,11 +153,11 @@ def test_budgets_end_to_end(
     options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
     averages = ["--average", "8", "--average", "16"]
     run(budgets, monkeypatch, *options, *averages, "--profile", f"tova={profile}")
-    said = capsys.readouterr().out
-    assert "novels: 2 texts" in said
-    assert "articles: 1 texts" in said
-    line = next(line for line in said.splitlines() if line.startswith("tova:16 + profile"))
+    output = capsys.readouterr().out
+    assert "novels: 2 texts" in output
+    assert "articles: 1 texts" in output
+    line = next(line for line in output.splitlines() if line.startswith("tova:16 + profile"))
     assert len(line.split("[")) == 4
-    made = {(record.task, record.policy): record for record in read_records(out)}
-    assert made["budgets-novels", "tova:16 + profile"].value != made["budgets-novels", "tova:16"].value
-    assert ("budgets-code", "tova:32") in made
+    results = {(record.task, record.policy): record for record in read_records(out)}
+    assert results["budgets-novels", "tova:16 + profile"].value != results["budgets-novels", "tova:16"].value
+    assert ("budgets-code", "tova:32") in results

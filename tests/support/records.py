@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from msrnn.analysis.policy_names import policy_capacity
 from msrnn.eval.record import Record
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -14,14 +15,13 @@ SHIFT = {"baseline": 3.0, "window": 300.0, "window+4": 1.3, "h2o": 1.2, "tova-he
 
 
 def record(task: str, policy: str, metric: str, value: float, **changes: Any) -> Record:
-    size = policy.partition(":")[2]
-    made = Record(
-        task=task, model="Tiny", policy=policy, capacity=float(size) if size.isdigit() else None, metric=metric,
+    base = Record(
+        task=task, model="Tiny", policy=policy, capacity=policy_capacity(policy), metric=metric,
         value=value, low=None, high=None, samples=3, groups=3, seed=0, dtype="float32", machine="a machine",
         versions={"torch": "2", "msrnn": "0.1.0"}, commit="abc1234", date="2026-01-01T00:00:00+00:00", seconds=2.0,
         peak_bytes=1 << 20, run="r", command="msrnn eval experiments/some.toml",
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(base, **changes)
 
 
 def perplexity(task: str, policy: str, mean: float, seed: int = 0, **changes: Any) -> Record:
@@ -34,28 +34,28 @@ def perplexity(task: str, policy: str, mean: float, seed: int = 0, **changes: An
 
 
 def pg19() -> list[Record]:
-    made = [perplexity("pg19", "full", 3.0, peak_bytes=90 << 20)]
+    records = [perplexity("pg19", "full", 3.0, peak_bytes=90 << 20)]
     for family, shift in SHIFT.items():
         for size in SIZES:
             far = shift * (math.log2(4096 / size) / 6) ** 1.5
             cost = {"peak_bytes": size << 14, "seconds": 1 + size / 4096}
-            made.append(perplexity("pg19", f"{family}:{size}", 3.0 + math.log1p(far), seed=size, **cost))
-    return made
+            records.append(perplexity("pg19", f"{family}:{size}", 3.0 + math.log1p(far), seed=size, **cost))
+    return records
 
 
 def scores() -> list[Record]:
-    made = []
+    records = []
     for task, metric in (("squality", "rouge"), ("qasper", "f1")):
-        made.append(record(task, "full", metric, 20.0, low=18.0, high=22.0))
+        records.append(record(task, "full", metric, 20.0, low=18.0, high=22.0))
         for family, shift in (("tova", 0.9), ("window+4", 2.2), ("h2o", 1.8), ("baseline", 6.0)):
             for size in SIZES[2:]:
                 value = 20 - shift * math.log2(4096 / size)
-                made.append(record(task, f"{family}:{size}", metric, value, low=value - 1, high=value + 1))
-    return made
+                records.append(record(task, f"{family}:{size}", metric, value, low=value - 1, high=value + 1))
+    return records
 
 
 def extrapolation() -> list[Record]:
-    made = []
+    records = []
     for policy, positions, slope in (
         ("full", "plain", 3.0), ("tova:512", "plain", 0.3), ("tova:512", "gaps", 0.05), ("window+4:512", "plain", 0.5),
         ("window+4:512", "relative", 0.2),
@@ -64,22 +64,22 @@ def extrapolation() -> list[Record]:
             for metric, start in (("running perplexity", 15.0), ("perplexity", 15.5)):
                 value = start * math.exp(slope * max(0, position - 8000) / 60_000) + math.sin(position) * 0.2
                 cell = {"positions": positions, "position": position}
-                made.append(record("extrapolation", policy, metric, value, cell=cell, low=value - 1, high=value + 1))
-    return made
+                records.append(record("extrapolation", policy, metric, value, cell=cell, low=value - 1, high=value + 1))
+    return records
 
 
 def recall() -> list[Record]:
-    made = []
+    records = []
     for policy, reach in (("full", 1.0), ("tova:512", 0.5), ("window+4:512", 0.2)):
         for kind in ("passkey", "needle"):
             for length in (1024, 2048, 4096):
                 for depth in (0.0, 0.5, 1.0):
                     value = min(1.0, reach * (0.6 + 0.5 * depth) * (1024 / length) ** 0.2)
                     cell = {"kind": kind, "length": length, "depth": depth}
-                    made.append(record("needle", policy, "recall", value, cell=cell))
+                    records.append(record("needle", policy, "recall", value, cell=cell))
         for turns in (0, 2, 4, 8):
-            made.append(record("turns", policy, "recall", reach ** (turns / 4), cell={"turns": turns}))
-    return made
+            records.append(record("turns", policy, "recall", reach ** (turns / 4), cell={"turns": turns}))
+    return records
 
 
 def retention() -> list[Record]:
@@ -87,28 +87,28 @@ def retention() -> list[Record]:
 
 
 def _retention() -> list[Record]:
-    made = []
+    records = []
     for policy, base in (("tova:256", 249.0), ("tova-head:256", 249.0), ("tova:512", 481.0)):
-        made.append(record("retention", policy, "steps kept", base))
+        records.append(record("retention", policy, "steps kept", base))
         for index, name in enumerate(("POS", "''", ".", "newline", "NNP", "NN", "DT", "TO", "$")):
             value = base * (4 / (index + 1)) ** 0.6
             cell = {"class": name}
-            made.append(
+            records.append(
                 record("retention", policy, "steps kept", value, cell=cell, samples=50 - 5 * index, low=value * 0.9,
                        high=value * 1.1)
             )  # fmt: skip
         for layer in range(12):
             share = 0.5 + 0.4 * math.sin(layer + base / 300) ** 2
-            made.append(record("retention", policy, "recent share", share, cell={"layer": layer}))
+            records.append(record("retention", policy, "recent share", share, cell={"layer": layer}))
             if layer:
                 older = "agreement of layers on older tokens"
-                made.append(record("retention", policy, older, 0.4 / layer, cell={"distance": layer}))
+                records.append(record("retention", policy, older, 0.4 / layer, cell={"distance": layer}))
         for power in range(12):
             value = min(1.0, (base / 8 / 2**power) ** 0.3)
-            made.append(record("retention", policy, "held by age", value, cell={"age": 2**power}))
+            records.append(record("retention", policy, "held by age", value, cell={"age": 2**power}))
         for name, value in (("recent share", 0.74), ("first token held", 0.9), ("tokens 2 to 25 held", 0.1)):
-            made.append(record("retention", policy, name, value, low=value - 0.05, high=value + 0.05))
-    return made
+            records.append(record("retention", policy, name, value, low=value - 0.05, high=value + 0.05))
+    return records
 
 
 def everything() -> list[Record]:

@@ -18,12 +18,14 @@ WORDS = ["river", "stone", "lantern", "walked", "slowly", "never", "said", "the"
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, and one for the end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["<end>", *alphabet])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>", padding_side="left")
-    wrapped.clean_up_tokenization_spaces = False
-    return wrapped
+    tokenizer_object = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["<end>", *alphabet])}, []))
+    tokenizer_object.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer_object.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_object, eos_token="<end>", pad_token="<end>", padding_side="left"
+    )
+    fast.clean_up_tokenization_spaces = False
+    return fast
 
 
 def model() -> LlamaForCausalLM:
@@ -38,12 +40,12 @@ def save(folder: Path) -> Path:
 
 
 def prose(count: int, seed: int) -> str:
-    source = random.Random(seed)
-    return " ".join(source.choice(WORDS) + ("." if source.random() < 0.1 else "") for _ in range(count))
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) + ("." if rng.random() < 0.1 else "") for _ in range(count))
 
 
 def texts(folder: Path, books: int = 3, words: int = 120) -> Path:
-    """A folder as `--data` wants it."""
+    """A folder laid out as `--data` needs it."""
     for name in ("pg19", "squality", "qasper"):
         (folder / name).mkdir(parents=True)
     for number in range(books):
