@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The two questions beyond the paper, from search to tables, on one GPU: bash experiments/beyond.sh DATA WORK [MODEL]
-# Every step goes on where it was stopped, so the same command again is always right. ROUNDS (1), CHUNKS (4 a book),
+# The experiments beyond the paper (a better preset, capacities by layer), from search to tables, on one GPU:
+#   bash experiments/beyond.sh DATA WORK [MODEL]
+# Every step resumes where it was stopped when the same command is given again. ROUNDS (1), CHUNKS (4 a book),
 # DTYPE (bfloat16), BATCH (32), PYTHON (python) may be set. WORK gets search.jsonl, chosen.txt, tova.json, preset.json,
 # budgets.jsonl, tables.txt, and the measurements.
 set -euo pipefail

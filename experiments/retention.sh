@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Section 7.3 of the paper: which tokens stay. Sizes and length as there; each size also head-wise, and beside a window.
+# Section 7.3 of the paper: which tokens stay. Sizes and length of the paper; each size also per head, and with a window.
 #   bash experiments/retention.sh DATA OUT.jsonl [more options of msrnn retention, e.g. --device cuda --dtype bfloat16]
-# DATA has pg19/*.txt. The same command again goes on where it was stopped: traces are kept beside the records.
+# DATA has pg19/*.txt. The same command again resumes: traces are stored beside the records.
 # SIZES (256 512 1024 2048), TOKENS (4096) and PYTHON (python) may be set; with PROFILE, a name or a file, also
 # tova:256 and fade:256 with it.
 set -euo pipefail
