@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrnn import policy
+import msrnn
+from msrnn.budgets import profile
+from msrnn.budgets.profile import check_policy_kind, plan_for, read_profile
 from msrnn.policy import (
     Plan,
     Policy,
     fade,
     full,
     h2o,
-    kind_of,
-    parse,
-    plan,
-    read_profile,
-    split_profile,
-    spread,
+    parse_policy,
+    per_layer,
+    split_policy,
     tova,
     window,
 )
@@ -48,19 +47,19 @@ from msrnn.policy import (
     ],
 )
 def test_text_form(text: str, policy: Policy) -> None:
-    assert parse(text) == policy
+    assert parse_policy(text) == policy
     assert str(policy) == text
 
 
 def test_other_spellings() -> None:
-    assert parse(" TOVA:512 , last=1 ") == parse("tova:512,last=1")
-    assert parse("tova-layer:8") == tova(8)
-    assert parse("tova:64,last=1/8") == parse("tova:64,last=8")
-    assert parse("h2o-head:8") == h2o(8)
-    assert parse("tova:64,momentum=1-4/k") == parse("tova:64,momentum=0.9375")
-    assert parse("tova:2,momentum=1-4/k") == tova(2)
-    assert parse("fade:1") == fade(1) == Policy(1, scope="kv_head")
-    assert parse("window+4:8") == window(8, 4)
+    assert parse_policy(" TOVA:512 , last=1 ") == parse_policy("tova:512,last=1")
+    assert parse_policy("tova-layer:8") == tova(8)
+    assert parse_policy("tova:64,last=1/8") == parse_policy("tova:64,last=8")
+    assert parse_policy("h2o-head:8") == h2o(8)
+    assert parse_policy("tova:64,momentum=1-4/k") == parse_policy("tova:64,momentum=0.9375")
+    assert parse_policy("tova:2,momentum=1-4/k") == tova(2)
+    assert parse_policy("fade:1") == fade(1) == Policy(1, scope="kv_head")
+    assert parse_policy("window+4:8") == window(8, 4)
     assert full().blind
     assert window(8, 4).blind
     assert not tova(8).blind
@@ -76,15 +75,15 @@ def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, moment
     first = int(shares[0] * (capacity or 100))
     last = int(shares[1] * ((capacity or 100) - first))
     policy = Policy(capacity, first, last, momentum, scope)
-    assert parse(str(policy)) == policy
+    assert parse_policy(str(policy)) == policy
 
 
 def test_capacity_as_a_fraction_or_as_bytes() -> None:
-    assert parse("tova:1/8", length=4096) == tova(512)
-    assert parse("window+4:1/8", length=4096) == window(512, 4)
-    assert parse("tova:1/8", length=3) == tova(1)
-    assert parse("tova:2KiB", slot_bytes=100) == tova(19)  # 20 slots: one is for the newcomer
-    assert parse("h2o:1.5kb", slot_bytes=100) == h2o(14)
+    assert parse_policy("tova:1/8", length=4096) == tova(512)
+    assert parse_policy("window+4:1/8", length=4096) == window(512, 4)
+    assert parse_policy("tova:1/8", length=3) == tova(1)
+    assert parse_policy("tova:2KiB", slot_bytes=100) == tova(19)  # 20 slots: one is for the newcomer
+    assert parse_policy("h2o:1.5kb", slot_bytes=100) == h2o(14)
 
 
 @pytest.mark.parametrize(
@@ -120,36 +119,36 @@ def test_capacity_as_a_fraction_or_as_bytes() -> None:
 )
 def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is checked below)
-        parse(text)
+        parse_policy(text)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_bytes_too_few() -> None:
     with pytest.raises(ValueError, match="needs at least 200 bytes"):
-        parse("tova:150B", slot_bytes=100)
+        parse_policy("tova:150B", slot_bytes=100)
 
 
 def test_plans() -> None:
-    assert str(plan("tova:512", 3)) == "tova:512"
-    mixed = plan(["tova:512", tova(256), "tova:1/8"], 3, length=1024)
+    assert str(plan_for("tova:512", 3)) == "tova:512"
+    mixed = plan_for(["tova:512", tova(256), "tova:1/8"], 3, length=1024)
     assert [p.capacity for p in mixed.policies] == [512, 256, 128]
     assert not mixed.uniform
-    assert str(spread("h2o:96", [64, 128])) == "h2o:avg=96"
-    assert spread("h2o", [64, 128])[1] == h2o(128)
-    faded = spread("tova,momentum=0.5,last=1/8", [64, 128])
+    assert str(per_layer("h2o:96", [64, 128])) == "h2o:avg=96"
+    assert per_layer("h2o", [64, 128])[1] == h2o(128)
+    faded = per_layer("tova,momentum=0.5,last=1/8", [64, 128])
     assert [policy.last for policy in faded.policies] == [8, 16]
     assert str(faded) == "tova:avg=96,momentum=0.5"
-    assert [policy.momentum for policy in spread("tova,momentum=1-4/k", [64, 128]).policies] == [0.9375, 0.96875]
+    assert [policy.momentum for policy in per_layer("tova,momentum=1-4/k", [64, 128]).policies] == [0.9375, 0.96875]
     assert Plan((full(), tova(3))).average is None
     with pytest.raises(ValueError, match="2 layers, the model 3"):
-        plan(["tova:1", "tova:2"], 3)
+        plan_for(["tova:1", "tova:2"], 3)
     with pytest.raises(ValueError, match="average of 100, but the capacities by layer average 96"):
-        spread("tova:100", [64, 128])
+        per_layer("tova:100", [64, 128])
     with pytest.raises(ValueError, match="no capacities by layer"):
-        spread("full", [64, 128])
+        per_layer("full", [64, 128])
     with pytest.raises(TypeError, match="not int"):
-        plan(512, 3)  # type: ignore[arg-type]
+        plan_for(512, 3)  # type: ignore[arg-type]
 
 
 def test_profiles(tmp_path: Path) -> None:
@@ -168,15 +167,13 @@ def test_a_policy_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     curves = [[[16, 1.0], [64, 0.1]], [[16, 0.5], [64, 0.4]]]
     about = {"capacities": [64, 128], "average": 96, "allocations": {"32": [8, 56]}, "curves": curves}
     (tmp_path / "Mine.json").write_text(json.dumps(about))
-    monkeypatch.setattr(policy, "_SHIPPED", tmp_path)
-    assert split_profile("tova:96,last=1,profile=A,b.json") == ("tova:96,last=1", "A,b.json")
-    assert split_profile("tova:96") == ("tova:96", None)
+    monkeypatch.setattr(profile, "_SHIPPED", tmp_path)
     sizes = {"tova": [64, 128], "tova:96": [64, 128], "tova:32": [8, 56]}
     for text, wanted in sizes.items():
-        assert [p.capacity for p in plan(f"{text},profile=Mine", 2).policies] == wanted
-    lasts = [p.last for p in plan(f"tova,last=1/8,profile={tmp_path}/Mine.json", 2).policies]
+        assert [p.capacity for p in plan_for(f"{text},profile=Mine", 2).policies] == wanted
+    lasts = [p.last for p in plan_for(f"tova,last=1/8,profile={tmp_path}/Mine.json", 2).policies]
     assert lasts == [8, 16]
-    assert sum(p.capacity or 0 for p in plan("h2o:40,profile=Mine", 2).policies) == 80  # from the curves
+    assert sum(p.capacity or 0 for p in plan_for("h2o:40,profile=Mine", 2).policies) == 80  # from the curves
     for text, says in (
         ("tova:8,profile=Mine", "no capacities for an average of 8: 16 slots are fewer than"),
         ("tova:96,profile=Other", "profile Other cannot be read: .*; msrnn comes with: Mine"),
@@ -184,13 +181,52 @@ def test_a_policy_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("full,profile=Mine", "no capacities by layer"),
     ):
         with pytest.raises(ValueError, match=says):
-            plan(text, 2)
-    with pytest.raises(ValueError, match="one policy per layer, not a single one"):
-        parse("tova:96,profile=Mine")
+            plan_for(text, 2)
+    with pytest.raises(ValueError, match="has a profile, so it is one policy per layer"):
+        parse_policy("tova:96,profile=Mine")
 
 
 @pytest.mark.parametrize("text", ["tova", "h2o-layer", "tova+4,last=1/8", "window"])
 def test_a_kind_has_no_size(text: str) -> None:
-    assert kind_of(text) == text
+    check_policy_kind(text)
     with pytest.raises(ValueError, match="names a size; give the kind alone"):
-        kind_of(text.replace(",", ":64,") if "," in text else f"{text}:64")
+        check_policy_kind(text.replace(",", ":64,") if "," in text else f"{text}:64")
+
+
+@pytest.mark.parametrize(
+    "text, kind, size, profile_name",
+    [
+        ("tova:96,last=1,profile=A,b.json", "tova,last=1", "96", "A,b.json"),
+        ("tova:1/8", "tova", "1/8", None),
+        ("window+4", "window+4", "", None),
+        ("full:scope=kv_head", "full,scope=kv_head", "", None),
+        ("./My_rule.py-head:64,last=8", "./My_rule.py-head,last=8", "64", None),
+    ],
+)
+def test_a_text_in_parts(text: str, kind: str, size: str, profile_name: str | None) -> None:
+    parts = split_policy(text)
+    assert (parts.kind, parts.size, parts.profile) == (kind, size, profile_name)
+    assert split_policy(str(parts)) == parts
+    assert split_policy(parts.with_size(7)).size == "7"
+    assert split_policy(parts.with_size(7)).kind == kind
+
+
+def test_gains_and_rules_as_text() -> None:
+    assert parse_policy("tova:8,gain=value_norm") == Policy(8, gain="value_norm")
+    assert str(parse_policy("h2o:8,gain=value_norm")) == "h2o:8,gain=value_norm"
+    assert parse_policy("key_difference-head+2:8,last=1") == Policy(8, 2, 1, scope="kv_head", rule="key_difference")
+    assert str(parse_policy("./My_rule.py:8")) == "./My_rule.py:8"
+    for text, says in (
+        ("tova:8,gain=key_norm", "unknown gain 'key_norm'; did you mean 'value_norm'.*allowed: value_norm"),
+        ("key_difference:8,momentum=0.5", "a rule with a score of its own; it takes no momentum and no gain"),
+        ("key_diff:8", "unknown policy 'key_diff:8'.*research policies: .*key_difference"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            parse_policy(text)
+
+
+def test_old_names_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"msrnn.parse is now msrnn.parse_policy"):
+        assert msrnn.parse("tova:8") == tova(8)
+    with pytest.warns(DeprecationWarning, match=r"msrnn.spread is now msrnn.per_layer"):
+        assert msrnn.spread("tova", [8, 9]) == per_layer("tova", [8, 9])

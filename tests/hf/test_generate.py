@@ -14,6 +14,9 @@ import torch
 import transformers as hf
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import msrnn
 from tests.support.oracle import positions_held, slow_attention, slow_greedy, survivors
@@ -65,7 +68,7 @@ def test_a_policy_for_every_layer(llama) -> None:
     want = slow_greedy(model, plan, ids, 20)
     cache = msrnn.cache(model, plan)
     assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == want.tolist()
-    assert [int(layer.state.held.max()) for layer in cache.bounded] == [4, 8, 6]
+    assert [int(layer.slots.held.max()) for layer in cache.bounded] == [4, 8, 6]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"num_return_sequences": 3}, {"top_k": 5, "temperature": 1.5}])
@@ -89,7 +92,7 @@ def test_several_samples_of_a_bounded_prompt(llama) -> None:
         with slow_attention(model, "tova:6") as layers, torch.no_grad():
             model(tokens[None, :-1], use_cache=False)
         for index, state in layers.items():
-            assert survivors(cache.layers[index].state, row) == positions_held(state)
+            assert survivors(cache.layers[index].slots, row) == positions_held(state)
 
 
 @pytest.mark.parametrize("beams", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
@@ -238,7 +241,7 @@ def test_a_left_padded_batch_is_its_single_runs(llama, policy: str, options: dic
     for row, ids in enumerate(alone):
         assert got[row, 16:].tolist() == slow_greedy(model, policy, ids, 20)[0, ids.shape[1] :].tolist()
     seen = [ids.shape[1] + 19 for ids in alone]
-    assert all(layer.state.seen.tolist() == seen for layer in cache.bounded)
+    assert all(layer.slots.seen.tolist() == seen for layer in cache.bounded)
 
 
 def test_a_left_padded_batch_with_a_oneshot_prompt(llama) -> None:
@@ -294,7 +297,7 @@ def test_dtypes(llama, dtype: torch.dtype, attn: str) -> None:
         out = model.generate(ids, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **GREEDY)
         assert torch.stack(out.logits).isfinite().all()
         assert cache.held == 6
-        assert all(layer.state.keys.dtype == layer.state.values.dtype == dtype for layer in cache.bounded)
+        assert all(layer.slots.keys.dtype == layer.slots.values.dtype == dtype for layer in cache.bounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -378,10 +381,44 @@ def test_plain_calls_are_as_before(llama, attn: str) -> None:
         assert torch.equal(old, new)
 
 
+def test_an_attention_that_looks_at_its_own_name(llama) -> None:
+    """Flash attention does; its name must be there in calls without our cache, and its results the same."""
+    names = []
+
+    def forward(module, *arguments, **options):
+        names.append(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *arguments, **options)
+
+    hf.AttentionInterface.register("checks_its_name", forward)
+    hf.AttentionMaskInterface.register("checks_its_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = llama()
+    model.set_attn_implementation("checks_its_name")
+    before = model.generate(some_ids(14), **GREEDY)
+    model.generate(some_ids(14), past_key_values=msrnn.cache(model, "tova:6"), **GREEDY)
+    assert torch.equal(model.generate(some_ids(14), **GREEDY), before)
+    assert set(names) == {"checks_its_name"}
+
+
+def test_continuous_batching_is_as_before(llama) -> None:
+    model = llama(max_position_embeddings=512)
+    prompts = [some_ids(n)[0].tolist() for n in (14, 9)]
+    options = hf.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def texts() -> list[list[int]]:
+        small = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=64)
+        results = model.generate_batch(prompts, options, small, warmup=False)
+        return [results[name].generated_tokens for name in sorted(results)]
+
+    before = texts()
+    model.generate(some_ids(14), past_key_values=msrnn.cache(model, "tova:6"), **GREEDY)
+    assert texts() == before
+    assert all(len(tokens) == 6 for tokens in before)
+
+
 def test_saving_a_model_does_not_save_the_switch(llama, tmp_path: Path) -> None:
     model = llama()
     msrnn.cache(model, "tova:6")
-    assert model.config._attn_implementation.startswith("msrnn")
+    assert model.config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
     assert "msrnn" not in (tmp_path / "config.json").read_text()
     assert "msrnn" not in json.dumps(model.config.to_dict()) + model.config.to_json_string(use_diff=False)

@@ -137,10 +137,10 @@ def test_bounded_equals_the_definition(name: str, policy: str) -> None:
     got = pieces(model, cache, ids, seed=len(name))
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)  # norms and rotations are float32 in any dtype
     assert (got[0].argmax(-1) == want[0].argmax(-1)).all()
-    assert cache.held <= msrnn.parse(policy).capacity
+    assert cache.held <= msrnn.parse_policy(policy).capacity
     assert len(layers) == len(list(cache.bounded))
     for index, state in layers.items():
-        assert survivors(cache.layers[index].state) == positions_held(state)
+        assert survivors(cache.layers[index].slots) == positions_held(state)
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def test_room_for_everything_is_the_plain_model(name: str, attn: str, policy: st
     assert model.generate(ids, max_new_tokens=24, do_sample=False, past_key_values=cache).tolist() == plain.tolist()
     assert cache.get_seq_length() == 14 + 23
     windows = [layer.window for layer in geometry(model)]
-    assert [int(layer.state.held.max()) for layer in cache.bounded] == [37 if w is None else w - 1 for w in windows]
+    assert [int(layer.slots.held.max()) for layer in cache.bounded] == [37 if w is None else w - 1 for w in windows]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -17,13 +17,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from msrnn.core import reference
 from msrnn.core.attention import Attention
 from msrnn.core.reference import Reference
-from msrnn.hf.cache import geometry
-from msrnn.policy import parse
+from msrnn.hf.geometry import geometry
+from msrnn.policy import parse_policy
 
 
 @contextmanager
 def slow_attention(
-    model: PreTrainedModel, policy: str | Sequence[str], prompt: reference.Prompt = "recurrent", off: str = ""
+    model: PreTrainedModel, policy: str | Sequence[str], prompt: str = "recurrent", off: str = ""
 ) -> Iterator[dict[int, Reference]]:
     """The definition in place of the model's attention; `off` leaves one of its features out."""
     layers: dict[int, Reference] = {}
@@ -34,12 +34,12 @@ def slow_attention(
         assert mask is None
         assert len(query) == 1
         index = module.layer_idx
-        rule = parse(policies[index])
+        rule = parse_policy(policies[index])
         given = {"softcap": softcap, "window": windows[index], "sinks": s_aux}
         attention = Attention(scaling or query.shape[-1] ** -0.5, **{n: v for n, v in given.items() if n != off})
         state = layers.setdefault(index, reference.start(rule, query.shape[1], key.shape[1]))
         key, value = (rows[0, :, -query.shape[2] :] for rows in (key, value))  # older ones come from a plain cache
-        out = reference.run(state, query[0], key, value, rule, attention, prompt)
+        out = reference.run(state, query[0], key, value, rule, attention, oneshot=prompt == "oneshot")
         return out.transpose(0, 1)[None], None
 
     before = model.config._attn_implementation

@@ -84,7 +84,7 @@ def _attend(
 
 
 def _scores(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor, now: int) -> Tensor:
-    """weights [heads of the unit, rows] -> [rows]: momentum x the old score + the mean weight, times the gain if any."""
+    """weights [heads of the unit, rows] -> [rows]: momentum x old score + mean of weight (x gain)."""
     before = torch.tensor([row.score for row in rows], dtype=weights.dtype)
     if policy.rule is not None:
         return load_rule(policy.rule)(_view(policy, rows, groups, weights, now, before))[0, 0]

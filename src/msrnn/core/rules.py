@@ -27,7 +27,8 @@ class View:
 
     weights [B, U, M, N]: this step's attention weights, 0 where a column is not visible. keys [B, U, K, N, D],
     values [B, U, K, N, V], positions [B, U, N] (-1: empty), visible [B, U, N], now [B, 1, 1]: the position of the new
-    token. Keys and values are in float32 or better. scores [B, U, N]: what this rule gave each column after the last step, 0 for the new token.
+    token. scores [B, U, N]: what this rule gave each column after the last step, 0 for the new token. All numbers are in
+    float32 or better.
     """
 
     weights: Tensor
@@ -71,7 +72,8 @@ def load_rule(name: str) -> Rule:
 
 def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"msrnn_rule_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

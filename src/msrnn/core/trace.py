@@ -68,6 +68,12 @@ class Trace:
         deaths = self.deaths[layer].clamp(max=self.length - 1)
         return deaths - torch.arange(deaths.shape[2])
 
+    def _repr_html_(self) -> str:
+        """The layer-by-token map, for notebooks."""
+        from ..play.display import trace_html
+
+        return trace_html(self)
+
     def save(self, path: str | Path) -> None:
         tensors = {f"layer.{i}": layer.contiguous() for i, layer in enumerate(self.deaths)}
         if self.tokens is not None:

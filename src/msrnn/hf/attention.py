@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel
 
 from ..core.attention import Attention
-from .geometry import Unsupported, text_config
+from .geometry import Unsupported, same_shape, text_config
 
 if TYPE_CHECKING:
     from .cache import BoundedLayer
@@ -64,23 +64,24 @@ class _Switch:
             self._enter(cache)
 
     def leave(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if _bounded_cache(args, kwargs) is not None:
-            self._leave()
+        cache = _bounded_cache(args, kwargs)
+        if cache is not None:
+            self._leave(cache)
 
     @outside_graphs
     def _enter(self, cache: Any) -> None:
-        if cache.config is not self.config:
-            raise BoundIgnored(
-                "this bounded cache was made for another model; make one with msrnn.cache(model, policy)"
-            )
+        if not same_shape(cache.config, self.config):
+            raise BoundIgnored("this cache was made for another model; make one with msrnn.cache(model, policy)")
         if self.depth == 0:
             self.before, self.config._attn_implementation = self.config._attn_implementation, NAME
         self.depth += 1
+        cache.calls += 1
 
     @outside_graphs
-    def _leave(self) -> None:
+    def _leave(self, cache: Any) -> None:
         if self.depth > 0:
             self.depth -= 1
+            cache.calls -= 1
             if self.depth == 0:
                 self.config._attn_implementation = self.before
 

@@ -17,7 +17,7 @@ from ..core.recurrence import CHUNK, Prompt, read, read_oneshot
 from ..core.slots import Slots
 from ..core.trace import Recorder
 from ..policy import Plan, Policy, PolicyLike, split_policy
-from .attention import NAME, BoundIgnored, Pending, outside_graphs, prepare
+from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .geometry import Geometry, Unsupported, geometry, text_config
 from .identity import check_profile
 
@@ -35,7 +35,7 @@ def cache(
     `policy` is text (`tova:512`, `window+4:1/8`, `h2o:2GiB`, `tova:256,profile=FILE`), a Policy, or one per layer. A
     fraction is of `length`, the model's trained context unless given. A profile made for another model is refused.
     `prompt="oneshot"` reads every call's tokens under full attention and only then drops down to the capacity, as the
-    paper's released code does.
+    paper's released code does. transformers' continuous batching has a cache of its own and takes no `past_key_values`.
 
     >>> cache = msrnn.cache(model, "tova:512")
     >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
@@ -165,6 +165,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     """`past_key_values` with at most `capacity` tokens in every layer, whatever the length of the text."""
 
     is_bounded = True
+    calls = 0  # calls of the model under way that run on our attention
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.config._attn_implementation != NAME:
+        if self.calls == 0:
             raise BoundIgnored(
                 "this call does not run on msrnn's attention, which would ignore the bound: call the model itself, "
                 "model(...) or model.generate(...), with a cache made for it by msrnn.cache(model, policy)"

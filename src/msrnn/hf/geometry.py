@@ -66,3 +66,9 @@ def _layer(config: PreTrainedConfig, index: int, slides: bool) -> Geometry:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Geometry(index, heads, kv_heads, size, getattr(config, "sliding_window", None) if slides else None)
+
+
+def same_shape(one: PreTrainedConfig, other: PreTrainedConfig) -> bool:
+    """Whether two models can share a cache: one and the same, or two copies."""
+    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    return one is other or all(getattr(one, name, None) == getattr(other, name, None) for name in names)

@@ -28,8 +28,8 @@ def scan(
     logits, weights, totals, positions, steps, scores, expiry, sinks, gains, rough, notes,
     units, heads, rows, columns, capacity, first, last, window, momentum, rest, programs,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
-    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr,
-    GUESS: tl.constexpr, CLOSE: tl.constexpr, SHARED: tl.constexpr,
+    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
+    MOST: tl.constexpr, GUESS: tl.constexpr, CLOSE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (unit, place): place 0 decides, the others prepare and settle; alone, it does all in turn."""
     unit = (tl.program_id(0) // programs).to(tl.int64)
@@ -192,8 +192,8 @@ def _decide(
     logits, weights, totals, positions, steps, expiry, sinks, gains, rough, held,
     position, score, victim, start, end, final, heads, rows, columns, capacity, first, last, window,
     momentum, rest, WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr,
-    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, GUESS: tl.constexpr,
-    CLOSE: tl.constexpr,
+    SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
+    MOST: tl.constexpr, GUESS: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
     """The evictions of a block's rows, in order: positions and scores after them, and the victims."""
     n = tl.arange(0, WIDE)
