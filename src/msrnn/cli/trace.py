@@ -29,6 +29,7 @@ _EXAMPLES = """\
 examples:
   msrnn trace -f book.txt -o trace.safetensors
   msrnn trace -f book.txt --max-tokens 5000 --policy h2o:256 -o h2o.safetensors --json
+  msrnn trace -f book.txt --policy tova:256 --html run.html
   echo "To be, or not to be" | msrnn trace --policy tova:4 -o small.safetensors
 
   trace = msrnn.Trace.load("trace.safetensors")
@@ -39,7 +40,10 @@ examples:
 def add(commands: Commands) -> None:
     parser = commands.add_parser("trace", help="which tokens each layer kept", description=_ABOUT, epilog=_EXAMPLES)
     options.add_input(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where the trace goes")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the trace goes")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write a page that plays the run: text, layers, scores, perplexity"
+    )
     parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="read N tokens at most")
     options.add_policy(parser)
     options.add_prompt_mode(parser)
@@ -50,7 +54,10 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
-    options.check_output_file(arguments.output)
+    if not (arguments.output or arguments.html):
+        raise ValueError("one of these is required: -o/--output FILE, --html FILE")
+    for path in filter(None, (arguments.output, arguments.html)):
+        options.check_output_file(path)
     prompt = open_prompt(arguments)
     rnn, tokenizer = load_rnn(arguments)
     total = prompt.estimate_tokens(tokenizer)
@@ -59,12 +66,19 @@ def run(arguments: Namespace) -> None:
     if not arguments.quiet:
         announce_cost(rnn, total)
     ids = islice(stream_tokens(tokenizer, prompt.blocks), arguments.max_tokens)
-    trace = _trace(rnn, ids, total, arguments.quiet)
+    if arguments.html:
+        from ..play.export import write_page
+
+        trace = write_page(arguments.html, rnn, tokenizer, ids, total=total, quiet=arguments.quiet)
+    else:
+        trace = _trace(rnn, ids, total, arguments.quiet)
     trace.notes = {"prompt mode": rnn.prompt, "source": prompt.name}
-    trace.save(arguments.output)
+    if arguments.output:
+        trace.save(arguments.output)
     if not arguments.quiet:
         warn_beyond_context(rnn, trace.length)
-        note(f"trace of {trace.length:,} tokens in {arguments.output}")
+        places = " and ".join(filter(None, (arguments.output, arguments.html)))
+        note(f"trace of {trace.length:,} tokens in {places}")
     _print(trace, arguments)
 
 
@@ -90,7 +104,13 @@ def _trace(rnn: RNN, ids: Iterator[int], total: int | None, quiet: bool) -> Trac
 def _print(trace: Trace, arguments: Namespace) -> None:
     layers = [_summary(trace, layer) for layer in range(len(trace.deaths))]
     if arguments.json:
-        about = {"file": arguments.output, "tokens": trace.length, "policy": trace.policy, "model": trace.model}
+        about = {
+            "file": arguments.output,
+            "html": arguments.html,
+            "tokens": trace.length,
+            "policy": trace.policy,
+            "model": trace.model,
+        }
         print(json.dumps(about | {"layers": layers}))
         return
     rows = [

@@ -48,7 +48,7 @@ class Answer:
             _, self.state = self.rnn.step(torch.tensor([part]), self.state)
         observers = [] if self.attention is None else observe(self.state)
         for observer in observers:
-            observer.attention = torch.zeros_like(self.attention)
+            observer.attention = None if self.attention is None else torch.zeros_like(self.attention)
         token = question[-1]
         for _ in range(limit):
             logits, self.state = self.rnn.step(torch.tensor([[token]]), self.state)

@@ -9,13 +9,19 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from .reading import Message, describe_plan, encode, full_bytes
+import torch
 
-if TYPE_CHECKING:
-    from ..core.trace import Trace
+from ..core.trace import Trace
+from ..rnn import RNN
+from ..system.console import progress
+from ..system.files import write_text
+from .reading import Message, encode, record
+from .tokens import TokenText
 
 _SCRIPT = re.compile(r'<script defer src="([\w.]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
@@ -39,21 +45,36 @@ def page_html(recording: Message) -> str:
     return f"{before}{head}\n</head>{middle}{body}{end}"
 
 
-def from_trace(trace: Trace, texts: list[str], model: Any = None) -> Message:
-    """A recording from a trace alone: what left when, without scores and perplexity. Row 0 of a batch."""
-    import torch
+def write_page(
+    path: str | Path, rnn: RNN, tokenizer: Any, ids: Iterable[int], *, total: int | None = None, quiet: bool = True
+) -> Trace:
+    """Read a text, write its page and return its trace; a prompt read at once has no scores and no perplexity."""
+    tokens = list(ids)
+    with progress(total or len(tokens), "reading", "tok", quiet) as done:
+        if rnn.prompt == "recurrent":
+            recording, trace = record(rnn, tokenizer, tokens, str(rnn.plan), done.update)
+        else:
+            _, state = rnn.step(torch.tensor([tokens]), rnn.start(trace=True))
+            trace = state.trace
+            trace.tokens = torch.tensor([tokens])
+            recording = from_trace(trace, tokenizer)
+    write_text(path, page_html(recording))
+    return trace
 
-    deaths = torch.cat([layer[0] for layer in trace.deaths]).to(torch.int32)
+
+def from_trace(trace: Trace, tokenizer: Any) -> Message:
+    """A recording from a trace alone: what left when, without scores, memory and perplexity. Row 0 of a batch."""
+    if trace.tokens is None:
+        raise ValueError("the trace does not know its tokens, so there is no text to show; make it with `msrnn trace`")
+    decode = TokenText(tokenizer)
+    texts = [decode(token) for token in trace.tokens[0].tolist()]
     units = [layer.shape[1] for layer in trace.deaths]
-    lane: Message = {"policy": trace.policy, "units": units, "capacities": [], "by_age": False, "momentum": 0}
-    meta: Message = {"model": trace.model, "layers": list(range(len(units))), "full_tokens": 0, "kind": "text"}
-    piece: Message = {"start": 0, "tokens": texts, "kind": 0, "lanes": [{"deaths": encode(deaths.numpy())}]}
-    if model is not None:
-        from ..rnn import RNN
-
-        lane = describe_plan(RNN(model, trace.policy).plan, model, trace.policy)
-        piece["full_bytes"] = full_bytes(model, len(texts))
-    return {"meta": meta | {"lanes": [lane], "total": len(texts)}, "pieces": [piece], "answers": [], "slots": None}
+    deaths = torch.cat([layer[0] for layer in trace.deaths]).to(torch.int32).numpy()
+    lane = {"policy": trace.policy, "units": units, "capacities": [], "by_age": False, "momentum": 0}
+    name = trace.model.rstrip("/").split("/")[-1]
+    meta = {"model": name, "layers": list(range(len(units))), "lanes": [lane], "total": len(texts), "kind": "text"}
+    piece = {"start": 0, "tokens": texts, "kind": 0, "lanes": [{"deaths": encode(deaths)}]}
+    return {"meta": meta, "pieces": [piece], "answers": [], "slots": None}
 
 
 def _asset(name: str) -> str:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ..core.attention import Attention
-from ..kernels import NEVER
+from ..core.rules import score_by_rule
+from ..core.slots import NEVER, Columns, gain_of, unit_count
+from ..core.trace import Recorder
+from ..policy import Policy
 from ..rnn import RNNState
 
 
@@ -30,75 +33,88 @@ class Held(NamedTuple):
     scores: Tensor
 
 
+class Expiries(Recorder):
+    """Keeps what the recurrence reports about one call's columns: positions and expiry, [U, N] each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, positions: Tensor, expiry: Tensor) -> None:
+        self.chunks.append((positions[0].clone(), expiry[0].clone()))
+
+
 class LayerObserver:
     """Stands between a cache layer and its attention; `evictions` and `held` describe the last piece read."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.policy = layer, layer.policy
+        self.layer = layer
+        self.policy: Policy = layer.policy
         self.evictions: Evictions | None = None
         self.held: Held | None = None
         self.attention: Tensor | None = None  # [T], attention to each position so far; collected where it is a tensor
-        self._expiry: list[tuple[Tensor, Tensor]] = []
+        self._expiries = Expiries()
         self._attend = layer.attend
-        layer.attend, layer.on_evict = self.attend, self._on_evict
-
-    def _on_evict(self, positions: Tensor, expiry: Tensor, *_: object) -> None:
-        self._expiry.append((positions[0].clone(), expiry[0].clone()))
+        layer.attend, layer.recorder = self.attend, self._expiries
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         """The layer's own `attend`; the columns are copied before it, as the layer overwrites them."""
         columns = self._columns(query)
-        self._expiry = []
+        self._expiries.chunks.clear()
         output: Tensor = self._attend(query, attention, real)
-        self._record(query[0].float(), columns, attention)
+        self._record(query[:1].float(), columns, attention)
         return output
 
-    def _columns(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """keys [G, N, D], positions [U, N] and scores [U, N] of the slots and the new tokens."""
-        new = self.layer.pending[0]
-        units = _units(self.policy.scope, query.shape[1], new.shape[0])
-        if self.policy.scope == "query_head":
-            new = new.repeat_interleave(query.shape[1] // new.shape[0], 0)
-        slots = self.layer.state
+    def _columns(self, query: Tensor) -> Columns:
+        """The slots and the new tokens, in float32; scores as after the last step, 0 for new tokens."""
+        key, value = (tensor[:1].float() for tensor in self.layer.pending)
+        units = unit_count(self.policy, query.shape[1], key.shape[1])
+        share = max(units, key.shape[1]) // key.shape[1]  # every query head that decides alone has keys of its own
+        key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+        slots = self.layer.slots
         start = 0 if slots is None else int(slots.seen[0])
-        fresh = torch.arange(start, start + new.shape[1], device=new.device).expand(units, -1)
+        positions = torch.arange(start, start + key.shape[2], device=key.device).expand(1, units, -1)
+        scores = torch.zeros_like(positions, dtype=torch.float32)
         if slots is None:
-            return new.float(), fresh, fresh.new_zeros(fresh.shape, dtype=torch.float32)
-        used = slots.positions.shape[2] if slots.limit is not None else slots.fed
-        positions = slots.positions[0, :, :used].clone()
-        old = torch.zeros_like(positions, dtype=torch.float32)
-        if slots.scores is not None:
-            old = slots.scores[0, :, :used].float().clone()
-        keys = torch.cat([slots.keys[0, :, :used], new], 1).float()
-        return keys, torch.cat([positions, fresh], 1), torch.cat([old, torch.zeros_like(fresh, dtype=old.dtype)], 1)
+            return Columns(key, value, positions, scores)
+        used = slots.fed if slots.limit is None else slots.positions.shape[2]
+        old = slots.positions[:1, :, :used]
+        before = torch.zeros_like(old, dtype=torch.float32) if slots.scores is None else slots.scores[:1, :, :used]
+        return Columns(
+            torch.cat([slots.keys[:1, :, :used].float(), key], 2),
+            torch.cat([slots.values[:1, :, :used].float(), value], 2),
+            torch.cat([old, positions], 2),
+            torch.cat([before.float(), scores], 2),
+        )
 
-    def _record(self, query: Tensor, columns: tuple[Tensor, Tensor, Tensor], attention: Attention) -> None:
-        keys, positions, old = columns
-        count = query.shape[1]
+    def _record(self, query: Tensor, columns: Columns, attention: Attention) -> None:
+        count, positions = query.shape[2], columns.positions[0]
         steps = torch.arange(count, device=query.device) + (positions.max() + 1 - count)
-        expiry = self._lookup(positions, int(steps[-1]) + 1)
-        weights = _weights(query, keys, positions, expiry, steps, attention)  # [U, C, N]
+        expiry = self._expiry(positions, int(steps[-1]) + 1)
+        now = steps[:, None]
+        visible = (positions >= 0)[:, None] & (positions[:, None] <= now) & (expiry[:, None] >= now)  # [U, C, N]
+        weights = _weights(query[0], columns.keys[0], visible, attention)
         if self.attention is not None:
             self._collect(weights, positions)
-        scores = _accumulate(weights, old, float(self.policy.momentum))
+        scores = _scores(self.policy, weights, columns, visible, steps)
         self.evictions = _left(positions, expiry, steps, scores)
         stays = (expiry > steps[-1]) & (positions >= 0)
         self.held = Held(torch.where(stays, positions, -1), torch.where(stays, scores[:, -1], 0.0))
 
-    def _lookup(self, positions: Tensor, length: int) -> Tensor:
-        """[U, N]: the last step at which each column is visible, as the layer reported it."""
+    def _expiry(self, positions: Tensor, length: int) -> Tensor:
+        """[U, N]: the last step at which each column is visible, as the recurrence reported it."""
         table = torch.full((positions.shape[0], length + 1), NEVER, dtype=torch.int64, device=positions.device)
-        for born, expiry in self._expiry:
-            leaving = (born >= 0) & (expiry != NEVER)
-            unit, column = leaving.nonzero(as_tuple=True)
-            table[unit, born[unit, column]] = expiry[unit, column].to(torch.int64)
+        for reported, expiry in self._expiries.chunks:
+            unit, column = ((reported >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
+            table[unit, reported[unit, column]] = expiry[unit, column].to(torch.int64)
         return table.gather(1, positions.clamp(min=0))
 
     def _collect(self, weights: Tensor, positions: Tensor) -> None:
+        """weights [H, C, N]: add the mean over heads, summed over steps."""
         assert self.attention is not None
+        by_unit = weights.sum(1).view(positions.shape[0], -1, weights.shape[2]).sum(1) / weights.shape[0]
         inside = (positions >= 0) & (positions < len(self.attention))
-        share = weights.sum(1) / weights.shape[0]
-        self.attention.index_add_(0, positions[inside], share[inside])
+        self.attention.index_add_(0, positions[inside], by_unit[inside])
 
 
 def observe(state: RNNState) -> list[LayerObserver]:
@@ -111,40 +127,51 @@ def fork(state: RNNState) -> RNNState:
     twin = state.fork()
     for layer in twin.cache.bounded:
         layer.__dict__.pop("attend", None)
+        layer.recorder = None
     return twin
 
 
-def _units(scope: str, heads: int, kv_heads: int) -> int:
-    return {"layer": 1, "kv_head": kv_heads, "query_head": heads}[scope]
-
-
-def _weights(
-    query: Tensor, keys: Tensor, positions: Tensor, expiry: Tensor, steps: Tensor, attention: Attention
-) -> Tensor:
-    """query [H, C, D], keys [G, N, D] -> [U, C, N]: each unit's attention, averaged over its heads."""
+def _weights(query: Tensor, keys: Tensor, visible: Tensor, attention: Attention) -> Tensor:
+    """query [H, C, D], keys [G, N, D], visible [U, C, N] -> every head's attention weights, [H, C, N]."""
     heads, count, _ = query.shape
-    units = positions.shape[0]
     logits = torch.einsum("gqcd,gnd->gqcn", query.view(keys.shape[0], -1, count, query.shape[2]), keys)
     logits = logits.reshape(heads, count, -1) * attention.scale
     if attention.softcap is not None:
         logits = torch.tanh(logits / attention.softcap) * attention.softcap
-    visible = (positions >= 0)[:, None] & (positions[:, None] <= steps[:, None]) & (expiry[:, None] >= steps[:, None])
-    logits = logits.view(units, heads // units, count, -1).masked_fill(~visible[:, None], -torch.inf)
+    logits = logits.masked_fill(~visible.repeat_interleave(heads // visible.shape[0], 0), -torch.inf)
     if attention.sinks is None:
-        return logits.softmax(-1).mean(1)
-    sinks = attention.sinks.float().view(units, -1, 1, 1).expand(-1, -1, count, 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].mean(1)
+        return logits.softmax(-1)
+    sinks = attention.sinks.float().view(-1, 1, 1).expand(-1, count, 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
 
 
-def _accumulate(weights: Tensor, old: Tensor, momentum: float) -> Tensor:
-    """weights [U, C, N], old [U, N] -> the scores after every step, [U, C, N]: momentum x score + weight."""
-    if momentum == 0:
+def _scores(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, steps: Tensor) -> Tensor:
+    """weights [H, C, N] -> the scores after every step, [U, C, N]: momentum x score + mean weight (x gain)."""
+    assert columns.scores is not None
+    if policy.rule is not None:
+        return _rule_scores(policy, weights, columns, visible, steps)
+    if policy.gain is not None:
+        gains = gain_of(columns.values[0], torch.float32)  # [G, N]
+        weights = weights * gains.repeat_interleave(weights.shape[0] // gains.shape[0], 0)[:, None]
+    weights = weights.view(visible.shape[0], -1, *weights.shape[1:]).mean(1)
+    if policy.momentum == 0:
         return weights
-    scores, last = torch.empty_like(weights), old
+    scores, last = torch.empty_like(weights), columns.scores[0]
     for step in range(weights.shape[1]):
-        last = torch.add(weights[:, step], last, alpha=momentum)
+        last = torch.add(weights[:, step], last, alpha=policy.momentum)
         scores[:, step] = last
     return scores
+
+
+def _rule_scores(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, steps: Tensor) -> Tensor:
+    """The same for a research rule, which is asked step by step."""
+    scores, last = [], columns.scores
+    assert last is not None
+    for step, now in enumerate(steps):
+        seen = (weights[None, :, step], columns.keys, columns.values, columns.positions, visible[None, :, step])
+        last = score_by_rule(policy, *seen, now.view(1, 1, 1), last)
+        scores.append(last[0])
+    return torch.stack(scores, 1)
 
 
 def _left(positions: Tensor, expiry: Tensor, steps: Tensor, scores: Tensor) -> Evictions:

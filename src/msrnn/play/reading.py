@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from ..core.slots import unit_count
 from ..core.trace import ALIVE, Trace
-from ..hf.cache import geometry
 from ..hf.cost import cost
-from ..policy import Plan, PolicyLike
+from ..hf.geometry import geometry
+from ..policy import Plan, PolicyLike, full
 from ..rnn import RNN, RNNState
 from .observe import LayerObserver, observe
 
@@ -123,7 +124,9 @@ class Reading:
             "model": _name(self.model),
             "context": getattr(self.model.config, "max_position_embeddings", None),
             "layers": [layer.index for layer in layers],
-            "lanes": [describe_plan(lane.rnn.plan, self.model, text) for lane, text in zip(self.lanes, policies)],
+            "lanes": [
+                describe_plan(lane.rnn.plan, self.model, text) for lane, text in zip(self.lanes, policies, strict=True)
+            ],
             "full_tokens": self.full_tokens,
         }
 
@@ -132,25 +135,19 @@ class Reading:
         start, self.seen = self.seen, self.seen + len(ids)
         message: Message = {"start": start, "tokens": list(texts), "kind": kind}
         message["lanes"] = [lane.read(ids) for lane in self.lanes]
-        if self.reads_full(start):
-            assert self.full is not None
-            message["full"] = self.full.read(ids)
+        if self.full is not None and self.full.seen == start and self.seen <= self.full_tokens:
+            message["full"] = self.full.read(ids)  # a lane that missed a piece has lost the thread
         message["full_bytes"] = full_bytes(self.model, self.seen)
         return message
-
-    def reads_full(self, start: int) -> bool:
-        """Whether full attention still reads the piece at `start`; a lane that missed one has lost the thread."""
-        return self.full is not None and self.full.seen == start and start < self.full_tokens
 
 
 def describe_plan(plan: Plan, model: PreTrainedModel, text: str) -> Message:
     """A policy as the page shows it: its text, its capacity and number of units by layer, what a query head is."""
     layers = geometry(model)
-    count = {"layer": lambda _: 1, "kv_head": lambda g: g.kv_heads, "query_head": lambda g: g.heads}
     return {
         "policy": text,
         "capacities": [policy.capacity for policy in plan.policies],
-        "units": [count[policy.scope](layer) for policy, layer in zip(plan.policies, layers, strict=True)],
+        "units": [unit_count(p, layer.heads, layer.kv_heads) for p, layer in zip(plan.policies, layers, strict=True)],
         "by_age": all(policy.blind for policy in plan.policies),
         "momentum": max(policy.momentum for policy in plan.policies),
     }
@@ -158,8 +155,6 @@ def describe_plan(plan: Plan, model: PreTrainedModel, text: str) -> Message:
 
 def full_bytes(model: PreTrainedModel, length: int) -> int:
     """What an unbounded cache takes after so many tokens."""
-    from ..policy import full
-
     layers = geometry(model)
     return cost(layers, Plan((full(),) * len(layers)), model.dtype, length).full
 
@@ -201,10 +196,8 @@ def encode(array: NDArray[Any]) -> str:
 
 
 def pack_scores(scores: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Scores as 16 bits on a logarithmic scale, from 2^-32 to 2^32 in steps of 0.07 %; 0 is 0."""
-    with np.errstate(divide="ignore"):
-        code = np.round((np.log2(scores.astype(np.float64)) + 32) * 1024)
-    return np.clip(np.nan_to_num(code, neginf=0), 0, 0xFFFF).astype("<u2")
+    """Scores as bfloat16: the upper half of a float32, rounded; three digits over the whole range."""
+    return ((np.ascontiguousarray(scores, "<f4").view("<u4") + 0x8000) >> 16).astype("<u2")
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
-from ..policy import parse, plan, profile_path, read_profile, split_profile
+from ..budgets.profile import plan_for, read_profile
+from ..policy import parse_policy, split_policy
 from .ask import Answer, by_attention, by_words
 from .reading import MAX_TOKENS, MODEL, PIECE, TEMPLATE, TEXT, USER, Message, Reading
 from .tokens import TokenText, encode_text, template
 
 GRACE = 10.0  # seconds that a run outlives its last page: a reload takes less
 HOLD = 600.0  # the same for a page that has told that it is in the background
+ASKING = "Answer this question about the text in one short sentence:"  # small models recite the text otherwise
 REPLY = 256  # tokens of a chat's answer at most
 NICE = 2  # the worker yields to the browser a little; much more would starve it on a busy machine
 
@@ -110,14 +112,20 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...]) -> None:
     """Refuse a policy that cannot run, or one that would take the whole memory."""
     if not isinstance(text, str) or len(text) > 200:
         raise Refused("a policy is a short text such as tova:256")
-    kind, profile = split_profile(text)
+    kind, profile = split_policy(text).kind, split_policy(text).profile
+    if any(
+        mark in kind.split(",")[0] for mark in ("/", "\\", ".py")
+    ):  # a rule is code: only the owner of the server may name a file
+        raise Refused(
+            f"{text!r} names a file; the page takes policies by name only, e.g. tova:256 or key_difference:256"
+        )
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
         raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
     if profile is not None:
-        plan(text, len(read_profile(profile_path(profile))))
+        plan_for(text, len(read_profile(profile)))
         return
-    capacity = parse(kind, length=limits.tokens, slot_bytes=1 << 20).capacity
+    capacity = parse_policy(text, length=limits.tokens, slot_bytes=1 << 20).capacity
     if capacity is None:
         raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
     if capacity > limits.capacity:
@@ -206,6 +214,8 @@ class Run:
                 self.lease = time.monotonic() + (HOLD if action == "hold" else GRACE)
             else:
                 raise Refused(f"unknown action {action!r}")
+            if self.reading is not None and not self.finished:
+                self._settle()
             self._touch()
 
     def _question(self, text: Any, action: str) -> None:
@@ -341,7 +351,7 @@ class Run:
         self._answers += 1
         self.publish("question", {"number": number, "text": question, "seen": reading.seen})
         suffix = self.turns.suffix if self.turns else "\nAnswer:"
-        ids = encode_text(self.tokenizer, f"\n\n{question}{suffix}")
+        ids = encode_text(self.tokenizer, f"\n\n{ASKING} {question}{suffix}")
         whole = reading.full is not None and reading.full.seen == reading.seen
         lanes = [*reading.lanes, *([reading.full] if whole and reading.full else [])]
         sources, said = None, ""
@@ -515,16 +525,16 @@ class Scheduler:
     def _next(self) -> Run | None:
         """The first run of the queue that has something to do now; None after a while."""
         with self._lock:
-            for run in [run for run in self.runs.values() if run.abandoned()]:
-                run.stop()
-                del self.runs[run.id]
+            for gone in [run for run in self.runs.values() if run.abandoned()]:
+                gone.stop()
+                del self.runs[gone.id]
             self._places()
             now = time.monotonic()
-            run = next((run for run in self.runs.values() if run.runnable(now)), None)
-            if run is None:
+            chosen = next((run for run in self.runs.values() if run.runnable(now)), None)
+            if chosen is None:
                 busy = any(run.waiting for run in self.runs.values())
                 self._lock.wait(0.02 if busy else 0.5)
-            return run
+            return chosen
 
     def _places(self) -> None:
         """Tell every waiting run how many stand before it."""

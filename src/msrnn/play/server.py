@@ -170,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         """Only pages that this server gave out may speak to it."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not self.server.allows(hosts[0]):
-            raise HttpError(HTTPStatus.FORBIDDEN, "this name is not one of the playground's; open the address it printed")
+            raise HttpError(HTTPStatus.FORBIDDEN, "this is not the playground's name; open the address it printed")
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{hosts[0]}":
             raise HttpError(HTTPStatus.FORBIDDEN, "requests from other sites are refused")
@@ -367,7 +367,12 @@ def serve(server: Server) -> None:
         server.server_close()
 
 
-def make_server(load: Callable[[str | None], tuple[Any, Any]], *, model: str | None = None, limits: Limits | None = None,
-                **options: Any) -> Server:  # fmt: skip
+def make_server(
+    load: Callable[[str | None], tuple[Any, Any]],
+    *,
+    model: str | None = None,
+    limits: Limits | None = None,
+    **options: Any,
+) -> Server:
     """A server and its scheduler, not yet started. `load` gives a model and its tokenizer by name."""
     return Server(Scheduler(load, limits or Limits(), model), **options)

@@ -335,7 +335,7 @@ class LivePage {
       return;
     }
     $("source").value = this.info.example;
-    $("question").value = "Where did Mara hide the brass key?";
+    $("question").value = "Where did Mara put the brass key?";
     $("model").value = this.info.model || "";
     $("model-choice").hidden = !this.info.model_change;
     this.sourceChanged();

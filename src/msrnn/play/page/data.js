@@ -15,8 +15,11 @@ function bytesOf(base64) {
   return bytes;
 }
 
+// Scores are bfloat16: the upper half of a float32.
+const word32 = new Uint32Array(1), float32 = new Float32Array(word32.buffer);
 function unpackScore(code) {
-  return code === 0 ? 0 : 2 ** (code / 1024 - 32);
+  word32[0] = code << 16;
+  return float32[0];
 }
 
 function grown(array, length, fill) {
@@ -283,5 +286,5 @@ function humanBytes(count) {
 function scoreText(score) {
   if (!Number.isFinite(score)) return "";
   if (score === 0) return "0";
-  return score >= 0.001 ? score.toPrecision(2) : score.toExponential(1);
+  return Math.abs(score) >= 0.001 ? score.toPrecision(2) : score.toExponential(1);
 }

@@ -164,7 +164,8 @@ class SlotsPanel {
 
   chips(tokens, scores, lowest, more) {
     const { run } = this.app;
-    const logs = tokens.map((token) => Math.log(scores.get(token) || 1e-9));
+    const negative = tokens.some((token) => scores.get(token) < 0);
+    const logs = tokens.map((token) => (negative ? scores.get(token) || 0 : Math.log(scores.get(token) || 1e-9)));
     const low = Math.min(...logs.filter(Number.isFinite)), high = Math.max(...logs);
     const list = this.list;
     while (list.children.length > tokens.length + (more > 0 ? 1 : 0)) list.lastChild.remove();

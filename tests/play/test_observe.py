@@ -1,0 +1,72 @@
+"""Evictions and scores seen from outside the recurrence, against the definition."""
+
+import pytest
+import torch
+
+import msrnn
+from msrnn.play.observe import fork, observe
+from tests.support.models import tiny_llama
+from tests.support.oracle import slow_attention
+
+POLICIES = [
+    "tova:6", "tova+2:7", "h2o:6", "h2o-layer:6", "tova-head:5", "tova-query-head:5", "window+1:4", "fade:8", "full",
+    "key_difference:6", "tova:6,gain=value_norm", "h2o:8,gain=value_norm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evictions_and_scores_are_those_of_the_definition(policy):
+    model = tiny_llama()
+    ids = torch.randint(0, 64, (1, 29), generator=torch.Generator().manual_seed(1))
+    state = msrnn.RNN(model, policy).start()
+    observers = observe(state)
+    deaths = [[{} for _ in range(4)] for _ in observers]
+    start = 0
+    for size in (7, 1, 1, 13, 7):
+        with torch.no_grad():
+            model(ids[:, start : start + size], past_key_values=state.cache, use_cache=True)
+        for layer, observer in enumerate(observers):
+            for unit, step in (observer.evictions.positions >= 0).nonzero().tolist():
+                deaths[layer][unit][int(observer.evictions.positions[unit, step])] = start + step
+        start += size
+    with torch.no_grad(), slow_attention(model, policy) as definition:
+        model(ids, use_cache=False)
+    for layer, observer in enumerate(observers):
+        assert definition[layer].deaths == deaths[layer][: len(definition[layer].deaths)]
+        for unit, rows in enumerate(definition[layer].rows):
+            held = dict(zip(observer.held.positions[unit].tolist(), observer.held.scores[unit].tolist(), strict=True))
+            held.pop(-1, None)
+            assert held == {row.position: pytest.approx(row.score, rel=1e-5, abs=1e-6) for row in rows}
+
+
+@pytest.mark.parametrize("policy", ["tova:6", "h2o:8", "fade:8", "tova-head:5"])
+def test_the_token_that_leaves_has_the_lowest_score_of_those_free_to_leave(policy):
+    model, rule = tiny_llama(), msrnn.Policy.parse(policy)
+    ids = torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(2))
+    state = msrnn.RNN(model, policy).start()
+    observers = observe(state)
+    evictions = 0
+    for step in range(40):
+        with torch.no_grad():
+            model(ids[:, step : step + 1], past_key_values=state.cache, use_cache=True)
+        for observer in observers:
+            left, scores = observer.evictions.positions[:, 0], observer.evictions.scores[:, 0]
+            for unit in (left >= 0).nonzero()[:, 0].tolist():
+                positions, held = observer.held.positions[unit], observer.held.scores[unit]
+                free = (positions >= rule.first) & (positions <= step - rule.last)
+                assert (held[free] >= scores[unit] - 1e-6).all()
+                evictions += 1
+    assert evictions > 50
+
+
+def test_a_fork_reports_to_nobody():
+    model = tiny_llama()
+    rnn = msrnn.RNN(model, "tova:6")
+    state = rnn.start()
+    observers = observe(state)
+    _, state = rnn.step(torch.arange(12)[None], state)
+    before = observers[0].held.positions.clone()
+    rnn.step(torch.arange(9)[None], fork(state))
+    assert torch.equal(observers[0].held.positions, before)
+    _, state = rnn.step(torch.arange(3)[None], state)
+    assert observers[0].held.positions.max() == 14
