@@ -53,9 +53,9 @@ def test_the_table_and_its_records(tmp_path, capsys, quick_gate):
 
 def test_json(capsys, quick_gate):
     assert bench("--parts", "same", "--policy", "tova:8", "--batch", "1", "--json", "-q") == 0
-    told = capsys.readouterr()
-    assert [r["policy"] for r in json.loads(told.out)["records"]][-1] == "tova:8"
-    assert told.err == ""
+    output = capsys.readouterr()
+    assert [r["policy"] for r in json.loads(output.out)["records"]][-1] == "tova:8"
+    assert output.err == ""
 
 
 def test_no_speed_where_a_kernel_is_wrong(monkeypatch, capsys):
@@ -72,11 +72,11 @@ def test_no_speed_where_a_kernel_is_wrong(monkeypatch, capsys):
 def test_a_wrong_eviction_does_not_pass(monkeypatch):
     right = gate.step
 
-    def wrong(query, key, value, keys, values, positions, scores, slot, seen, *rest):
-        out = right(query, key, value, keys, values, positions, scores, slot, seen, *rest)
-        if seen.max() == 39:  # the last step, so that no output tells
-            positions[0, 0, positions[0, 0].argmax()] = 0
-        return out
+    def wrong(slots, *rest):
+        output = right(slots, *rest)
+        if slots.seen.max() == 39:  # the last step, so that no output differs
+            slots.positions[0, 0, slots.positions[0, 0].argmax()] = 0
+        return output
 
     monkeypatch.setattr(gate, "step", wrong)
     with pytest.raises(gate.GateFailed, match="inf"):
@@ -87,7 +87,7 @@ def test_every_policy_passes_the_gate_here():
     assert gate.check(CPU) == 1 + 5 * len(gate.POLICIES) - 2
 
 
-def test_memory_that_does_not_suffice_is_survived(monkeypatch):
+def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     model, tried = shapes.make("tiny", torch.float32, "cpu"), []
     whole = decode.step
 
@@ -116,14 +116,15 @@ def test_the_floor_is_what_must_be_read():
     assert found["times_floor"] == found["median_s"] / found["floor_s"]
 
 
-def test_states_are_full_when_a_step_is_timed():
-    engine = decode.Engine(shapes.make("tiny", torch.float32, "cpu"), "h2o:8", batch=2)
+@pytest.mark.parametrize("policy", ["h2o:8", "tova:8,gain=value_norm"])
+def test_states_are_full_when_a_step_is_timed(policy):
+    engine = decode.Engine(shapes.make("tiny", torch.float32, "cpu"), policy, batch=2)
     decode.fill(engine, 40)
     for _ in range(3):
-        engine._step(False)
+        engine.step()
     assert engine.cache.seen.tolist() == [42, 42]
     for layer in engine.cache.static:
-        assert (layer.positions >= 0).sum(-1).eq(8).all()
+        assert (layer.slots.positions >= 0).sum(-1).eq(8).all()
 
 
 def test_queries_can_be_made_steady():
@@ -134,7 +135,7 @@ def test_queries_can_be_made_steady():
     assert bias[:, :, 5:].abs().mean() > 1
 
 
-def test_the_opponent_compiled_is_the_same_model(monkeypatch):
+def test_the_baseline_can_be_compiled(monkeypatch):
     whole, seen = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda *a, **more: seen.append(a) or whole(*a, **more | {"backend": "eager"}))
     model = shapes.make("tiny", torch.float32, "cpu")
@@ -155,7 +156,7 @@ def test_the_opponent_compiled_is_the_same_model(monkeypatch):
         (["--length", "64", "--most", "10"], "every prompt has more than 10 tokens"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(capsys, quick_gate, arguments, says):
+def test_refusals(capsys, quick_gate, arguments, says):
     assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
     assert says in capsys.readouterr().err
 
@@ -165,7 +166,10 @@ def test_bandwidth_and_times():
     assert len(measure.seconds(lambda: None, CPU, runs=3, least=0.001)) == 3
     full = prefill.fastest_full(shapes.make("tiny", torch.float32, "cpu"), 1, 16, runs=1)
     assert full["policy"] == "full"
-    assert run.count(run.PARTS, run.Settings(("a", "b"), 8, (1, 2), ((4, 1), (4, 2)), 4)) == 3 + 6 + 6 + 2
+    assert (
+        run.count(("table", "same", "prefill", "generate"), run.Settings(("a", "b"), 8, (1, 2), ((4, 1), (4, 2)), 4))
+        == 3 + 6 + 6 + 2
+    )
 
 
 @pytest.mark.parametrize(

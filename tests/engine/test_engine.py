@@ -9,30 +9,30 @@ import torch
 from transformers import PreTrainedModel
 
 import msrnn
-from msrnn.engine.engine import Engine, Request
+from msrnn.engine.engine import Engine, EngineOptions, Request
 from msrnn.engine.sampling import pick, uniform
 
 POLICIES = (
     "tova:8", "tova+2:8,last=1", "tova-head:8", "tova-query-head:8", "window:8", "window+2:8", "h2o:8", "h2o-layer:8",
-    "tova:8,momentum=0.5", "tova:200", "full",
+    "tova:8,momentum=0.5", "tova:8,gain=value_norm", "h2o:8,gain=value_norm", "key_difference:8", "tova:200", "full",
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prompts(*sizes: int, vocabulary: int = 64) -> list[list[int]]:
-    made = torch.Generator().manual_seed(sum(sizes))
-    return [torch.randint(2, vocabulary, (size,), generator=made).tolist() for size in sizes]
+    random = torch.Generator().manual_seed(sum(sizes))
+    return [torch.randint(2, vocabulary, (size,), generator=random).tolist() for size in sizes]
 
 
-def plainly(model: PreTrainedModel, policy: str, prompt: list[int], new: int, **settings: object) -> list[int]:
+def generate(model: PreTrainedModel, policy: str, prompt: list[int], new: int, **settings: object) -> list[int]:
     """What transformers writes after one prompt alone."""
     cache = msrnn.cache(model, policy)
     ids = torch.tensor([prompt])
-    made = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False, **settings
     )
-    return made[0, len(prompt) :].tolist()
+    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -40,11 +40,11 @@ def test_same_tokens_as_generate(llama, policy):
     model = llama()
     texts = prompts(30, 3, 17, 1, 9)
     engine = Engine(model, policy, batch=2, length=64)  # five requests through two rows: three replacements
-    assert engine.generate(texts, max_new_tokens=12) == [plainly(model, policy, text, 12) for text in texts]
+    assert engine.generate(texts, max_new_tokens=12) == [generate(model, policy, text, 12) for text in texts]
 
 
 @pytest.mark.parametrize("policy", ["tova:8", "h2o:8", "full"])
-def test_a_batch_is_its_single_runs(llama, policy):
+def test_a_batch_equals_its_single_runs(llama, policy):
     model, texts = llama(), prompts(20, 5, 11, 26)
     alone = [Engine(model, policy, batch=1, length=64).generate([text], max_new_tokens=9)[0] for text in texts]
     assert Engine(model, policy, batch=4, length=64).generate(texts, max_new_tokens=9) == alone
@@ -52,63 +52,63 @@ def test_a_batch_is_its_single_runs(llama, policy):
 
 def test_long_prompts_are_read_in_pieces(llama):
     model, texts = llama(), prompts(70, 20)
-    engine = Engine(model, "tova:8", batch=2, chunk=7, piece=16)
-    assert engine.generate(texts, max_new_tokens=6) == [plainly(model, "tova:8", text, 6) for text in texts]
+    engine = Engine(model, "tova:8", batch=2, options=EngineOptions(chunk=7, piece=16))
+    assert engine.generate(texts, max_new_tokens=6) == [generate(model, "tova:8", text, 6) for text in texts]
 
 
-def test_a_long_prompt_alone_goes_in_a_wavefront(llama, monkeypatch):
+def test_a_long_prompt_alone_is_pipelined(llama, monkeypatch):
     model, texts = llama(), prompts(80, 5)
-    engine = Engine(model, "tova:8", batch=1, chunk=6, wavefront=True)
-    engine.front.lanes = 4
-    rounds, heard, whole = [], [], engine.front._round
-    monkeypatch.setattr(engine.front, "_round", lambda *given: rounds.append(given[0]) or whole(*given))
-    want = [plainly(model, "tova:8", text, 6) for text in texts]
-    assert engine.generate(texts, max_new_tokens=6, on_read=heard.append) == want
+    engine = Engine(model, "tova:8", batch=1, options=EngineOptions(chunk=6, pipelined_prefill=True))
+    engine.pipeline.lanes = 4
+    rounds, reported, whole = [], [], engine.pipeline._round
+    monkeypatch.setattr(engine.pipeline, "_round", lambda size, *rest: rounds.append(size) or whole(size, *rest))
+    want = [generate(model, "tova:8", text, 6) for text in texts]
+    assert engine.generate(texts, max_new_tokens=6, on_read=reported.append) == want
     assert rounds == [8, 4]
-    assert heard == [8, 48, 24, 5]
+    assert reported == [8, 48, 24, 5]
 
 
-def test_a_few_long_prompts_go_in_a_wavefront_one_by_one(llama, monkeypatch):
+def test_a_few_long_prompts_are_pipelined_one_by_one(llama, monkeypatch):
     model, texts = llama(), prompts(60, 20, 70)
-    want = [plainly(model, "tova:8", text, 6) for text in texts]
-    engine = Engine(model, "tova:8", batch=2, chunk=6, wavefront=True)
-    engine.front.lanes = 4
-    read, whole = [], engine.front.read
-    monkeypatch.setattr(engine.front, "read", lambda ids, told: read.append(ids.shape[1]) or whole(ids, told))
+    want = [generate(model, "tova:8", text, 6) for text in texts]
+    engine = Engine(model, "tova:8", batch=2, options=EngineOptions(chunk=6, pipelined_prefill=True))
+    engine.pipeline.lanes = 4
+    lengths, whole = [], engine.pipeline.read
+    monkeypatch.setattr(engine.pipeline, "read", lambda ids, report: lengths.append(ids.shape[1]) or whole(ids, report))
     assert engine.generate(texts, max_new_tokens=6) == want
-    assert read == [60, 70]
+    assert lengths == [60, 70]
     new = [engine._job(i, Request(text)) for i, text in enumerate(texts)]
     assert engine._groups(new) == [new]  # of three at once, none
 
 
-def test_who_reads_in_a_wavefront(llama):
+def test_which_prompts_are_pipelined(llama):
     model = llama()
-    assert Engine(model, "tova:8").front is None  # not on a CPU, unless it is asked for
-    assert Engine(model, "full", length=64, wavefront=True).front is None
-    engine = Engine(model, "tova:8", wavefront=True, chunk=6)
-    engine.front.lanes = 7
-    assert engine._in_wavefront(50)
-    assert not engine._in_wavefront(49)
+    assert Engine(model, "tova:8").pipeline is None  # on a CPU only on request
+    assert Engine(model, "full", length=64, options=EngineOptions(pipelined_prefill=True)).pipeline is None
+    engine = Engine(model, "tova:8", options=EngineOptions(pipelined_prefill=True, chunk=6))
+    engine.pipeline.lanes = 7
+    assert engine._in_pipeline(50)
+    assert not engine._in_pipeline(49)
     engine._long = 100  # as on a GPU, where a graph must be captured first
-    assert not engine._in_wavefront(99)
-    assert engine._in_wavefront(100)
+    assert not engine._in_pipeline(99)
+    assert engine._in_pipeline(100)
 
 
-def test_everyone_hears_how_much_of_his_prompt_is_read(llama):
-    heard = {20: [], 7: [], 13: []}
-    engine = Engine(llama(), "tova:8", batch=3, piece=8)
-    list(engine.run(Request(p, max_new_tokens=1, on_read=heard[len(p)].append) for p in prompts(20, 7, 13)))
-    assert heard == {20: [8, 8, 4], 7: [3, 4], 13: [1, 8, 4]}
+def test_each_request_reports_how_much_of_its_prompt_is_read(llama):
+    reported = {20: [], 7: [], 13: []}
+    engine = Engine(llama(), "tova:8", batch=3, options=EngineOptions(piece=8))
+    list(engine.run(Request(p, max_new_tokens=1, on_read=reported[len(p)].append) for p in prompts(20, 7, 13)))
+    assert reported == {20: [8, 8, 4], 7: [3, 4], 13: [1, 8, 4]}
 
 
 def test_one_policy_per_layer(llama):
     model, texts = llama(), prompts(30, 12)
     plan = ["tova:6", "full", "h2o:9"]
-    made = Engine(model, plan, batch=2, length=64).generate(texts, max_new_tokens=8)
-    assert made == [plainly(model, plan, text, 8) for text in texts]
+    tokens = Engine(model, plan, batch=2, length=64).generate(texts, max_new_tokens=8)
+    assert tokens == [generate(model, plan, text, 8) for text in texts]
 
 
-def test_models_with_a_window_of_their_own(llama):
+def test_models_with_a_sliding_window(llama):
     from transformers import MistralConfig, MistralForCausalLM
 
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -117,8 +117,8 @@ def test_models_with_a_window_of_their_own(llama):
     model = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=10)).eval()
     texts = prompts(30, 4, 14)
     for policy in ("tova:6", "full"):
-        made = Engine(model, policy, batch=2, length=64).generate(texts, max_new_tokens=12)
-        assert made == [plainly(model, policy, text, 12) for text in texts]
+        tokens = Engine(model, policy, batch=2, length=64).generate(texts, max_new_tokens=12)
+        assert tokens == [generate(model, policy, text, 12) for text in texts]
 
 
 def test_ends_at_a_stop_or_at_the_limit(llama):
@@ -140,11 +140,11 @@ def test_ends_at_a_stop_or_at_the_limit(llama):
     assert engine.generate([text], max_new_tokens=20) == [cut]
 
 
-def test_tokens_are_handed_on_as_they_come(llama):
-    engine, heard = Engine(llama(), "tova:8", batch=1), []
-    running = engine.run([Request(prompts(9)[0], max_new_tokens=4, on_token=heard.append)])
-    assert next(running).tokens == heard
-    assert len(heard) == 4
+def test_tokens_are_streamed(llama):
+    engine, streamed = Engine(llama(), "tova:8", batch=1), []
+    running = engine.run([Request(prompts(9)[0], max_new_tokens=4, on_token=streamed.append)])
+    assert next(running).tokens == streamed
+    assert len(streamed) == 4
 
 
 def test_requests_are_taken_as_rows_become_free(llama):
@@ -161,7 +161,7 @@ def test_requests_are_taken_as_rows_become_free(llama):
     assert len(taken) < 10
 
 
-def test_draws_depend_on_the_seed_alone(llama):
+def test_sampling_depends_on_the_seed_alone(llama):
     model, (one, other) = llama(), prompts(10, 15)
     settings = {"max_new_tokens": 10, "temperature": 1.5, "top_p": 0.9}
     engine = Engine(model, "tova:8", batch=3)
@@ -169,10 +169,10 @@ def test_draws_depend_on_the_seed_alone(llama):
     requests = [Request(one, seed=s, **settings) for s in (7, 8)] + [Request(other, max_new_tokens=10)]
     done = {each.index: each.tokens for each in engine.run(requests)}
     assert done[0] == alone != done[1]
-    assert done[2] == plainly(model, "tova:8", other, 10)  # greedy beside rows that draw
+    assert done[2] == generate(model, "tova:8", other, 10)  # greedy among rows that sample
 
 
-def test_draws_follow_the_probabilities():
+def test_sampling_follows_the_probabilities():
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).expand(20_000, -1)
     heat, top_p = torch.full((20_000,), 0.8), torch.full((20_000,), 0.85)
     all_of_them, seed = torch.zeros(20_000, dtype=torch.int64), torch.full((20_000,), 3)
@@ -184,8 +184,8 @@ def test_draws_follow_the_probabilities():
     assert found[0] == found[3] == 0
 
 
-def test_draws_from_the_likeliest_few():
-    """As transformers does it: the share that `top_p` asks for is one of these few."""
+def test_top_k_comes_before_top_p():
+    """As in transformers: `top_p` is a share of what `top_k` leaves."""
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).expand(20_000, -1)
     count = torch.arange(20_000)
     top_k, top_p = torch.where(count < 10_000, 3, 2), torch.where(count < 10_000, 1.0, 0.6)
@@ -207,11 +207,11 @@ def test_random_numbers_are_even_and_unrelated():
 
 
 @pytest.mark.parametrize("policy", ["tova:8", "full"])
-def test_steps_while_all_are_idle_leave_no_trace(llama, policy):
-    """As at the capture of a graph, which may come when rows are in the middle of their texts."""
+def test_steps_while_all_rows_are_idle_change_nothing(llama, policy):
+    """As during the capture of a CUDA graph, which may happen while rows are being generated."""
     model, texts = llama(), prompts(20, 6, 13)
     engine = Engine(model, policy, batch=2, length=48)
-    plain = engine._step
+    plain = engine.step
 
     def disturbed(sampled: bool) -> None:
         with engine.cache.idle():
@@ -219,21 +219,21 @@ def test_steps_while_all_are_idle_leave_no_trace(llama, policy):
             plain(False)
         plain(sampled)
 
-    engine._step = disturbed
-    assert engine.generate(texts, max_new_tokens=8) == [plainly(model, policy, text, 8) for text in texts]
+    engine.step = disturbed
+    assert engine.generate(texts, max_new_tokens=8) == [generate(model, policy, text, 8) for text in texts]
 
 
-@pytest.mark.parametrize("reading", ["masked", "step"])
-def test_every_way_to_read_a_full_cache(llama, reading):
+@pytest.mark.parametrize("backend", ["masked", "step"])
+def test_every_backend_for_full_attention(llama, backend):
     model, texts = llama(), prompts(20, 6, 13)
-    engine = Engine(model, "full", batch=2, length=48, reading=reading)
-    assert engine.generate(texts, max_new_tokens=8) == [plainly(model, "full", text, 8) for text in texts]
+    engine = Engine(model, "full", batch=2, length=48, options=EngineOptions(full_attention=backend))
+    assert engine.generate(texts, max_new_tokens=8) == [generate(model, "full", text, 8) for text in texts]
 
 
-def test_the_exact_reading_is_right_when_all_slots_are_taken(llama):
+def test_the_exact_backend_is_right_while_every_slot_is_filled(llama):
     model, (text,) = llama(), prompts(20)
-    want = plainly(model, "full", text, 2)
-    engine = Engine(model, "full", batch=1, length=21, reading="exact")
+    want = generate(model, "full", text, 2)
+    engine = Engine(model, "full", batch=1, length=21, options=EngineOptions(full_attention="exact"))
     assert engine.generate([text], max_new_tokens=2)[0] == want
 
 
@@ -246,16 +246,16 @@ def test_soft_caps_and_a_full_cache(llama):
     model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, sliding_window=12, attn_logit_softcapping=2.0)).eval()
     texts = prompts(20, 7)
     for policy in ("tova:9", "full"):
-        made = Engine(model, policy, batch=2, length=40).generate(texts, max_new_tokens=8)
-        assert made == [plainly(model, policy, text, 8) for text in texts]
+        tokens = Engine(model, policy, batch=2, length=40).generate(texts, max_new_tokens=8)
+        assert tokens == [generate(model, policy, text, 8) for text in texts]
 
 
-def test_compiled_the_tokens_are_the_same(llama, monkeypatch):
+def test_a_compiled_engine_writes_the_same_tokens(llama, monkeypatch):
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **more: whole(*args, backend="eager", **more))
     model, texts = llama(num_hidden_layers=1), prompts(20, 6)
-    made = Engine(model, "tova:8", batch=2, compiled=True).generate(texts, max_new_tokens=4)
-    assert made == [plainly(model, "tova:8", text, 4) for text in texts]
+    engine = Engine(model, "tova:8", batch=2, options=EngineOptions(compile=True))
+    assert engine.generate(texts, max_new_tokens=4) == [generate(model, "tova:8", text, 4) for text in texts]
 
 
 def test_the_model_still_runs_by_itself(llama):
@@ -276,13 +276,13 @@ def test_memory_is_that_of_the_capacity(llama):
     "make, says",
     [
         (lambda m: Engine(m, "tova:8", batch=0), "batch is 0"),
-        (lambda m: Engine(m, "tova:8", graphs=True), "need a GPU"),
+        (lambda m: Engine(m, "tova:8", options=EngineOptions(cuda_graphs=True)), "need a GPU"),
         (lambda m: Request([]), "prompt is empty"),
         (lambda m: Request([1], max_new_tokens=0), "max_new_tokens is 0"),
         (lambda m: Request([1], temperature=-1), "temperature is -1"),
         (lambda m: Request([1], top_p=0), "top_p is 0"),
         (lambda m: Request([1], top_k=0), "top_k is 0"),
-        (lambda m: Engine(m, "tova:8", chunk=0), "chunk is 0"),
+        (lambda m: Engine(m, "tova:8", options=EngineOptions(chunk=0)), "chunk is 0"),
         (lambda m: Request([1], seed=-1), "seed is -1"),
         (lambda m: Request([1], stops=range(17)), "17 end tokens"),
         (lambda m: Engine(m, "tova:8").generate([[64]]), "the model knows 0 to 63"),
@@ -298,5 +298,42 @@ def test_the_bundled_model():
     policy = "tova:24"
     model, tokenizer = msrnn.load(dtype="float32")
     texts = [tokenizer(t).input_ids for t in ("The three primary colours are red,", "Once upon a time " * 8)]
-    made = Engine(model, policy, batch=2, length=64).generate(texts, max_new_tokens=8)
-    assert made == [plainly(model, policy, text, 8) for text in texts]
+    tokens = Engine(model, policy, batch=2, length=64).generate(texts, max_new_tokens=8)
+    assert tokens == [generate(model, policy, text, 8) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"compiled": True}, EngineOptions(compile=True)),
+        ({"reading": "step"}, EngineOptions(full_attention="step")),
+        ({"joined": True}, EngineOptions(fused_projections=True)),
+        ({"chunk": 5, "piece": 7}, EngineOptions(chunk=5, piece=7)),
+        ({"graphs": False, "wavefront": True}, EngineOptions(cuda_graphs=False, pipelined_prefill=True)),
+    ],
+)
+def test_deprecated_keywords_warn_and_work(llama, monkeypatch, old, new):
+    whole, compilations = torch.compile, []
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **more: compilations.append(1) or whole(*args, backend="eager", **more)
+    )
+    model, texts = llama(num_hidden_layers=1), prompts(40, 6)
+    policy = "full" if "reading" in old else "tova:8"
+    with pytest.warns(DeprecationWarning, match=r"use options=EngineOptions\(") as warned:
+        engine = Engine(model, policy, batch=2, length=64, **old)
+    assert len(warned) == len(old)
+    assert {warning.filename for warning in warned} == {__file__}
+    expected = Engine(model, policy, batch=2, length=64, options=new)
+    assert len(compilations) == 2 * ("compiled" in old)
+    for name in ("graphs", "fused"):
+        assert getattr(engine, name) == getattr(expected, name)
+    assert (engine.rnn.chunk, engine.rnn.piece) == (expected.rnn.chunk, expected.rnn.piece)
+    assert (engine.pipeline is None) == (expected.pipeline is None) == ("wavefront" not in old)
+    backends = [[getattr(layer, "backend", None) for layer in one.cache.static] for one in (engine, expected)]
+    assert backends[0] == backends[1]
+    assert engine.generate(texts, max_new_tokens=4) == [generate(model, policy, text, 4) for text in texts]
+
+
+def test_an_unknown_keyword_is_refused(llama):
+    with pytest.raises(TypeError, match="Engine has no argument 'graph'; allowed: batch, length, options"):
+        Engine(llama(), "tova:8", graph=True)

@@ -92,7 +92,7 @@ class Engine:
         self.model, self.batch = model, batch
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         on_gpu = model.get_input_embeddings().weight.is_cuda
-        chunk = options.chunk or (GPU_CHUNK if on_gpu else CHUNK)
+        chunk = (GPU_CHUNK if on_gpu else CHUNK) if options.chunk is None else options.chunk
         self.rnn = RNN(model, policy, length=length, chunk=chunk, piece=options.piece)
         unbounded = any(policy.capacity is None for policy in self.rnn.plan.policies)
         self.length = (length or trained) if unbounded else None
@@ -114,7 +114,7 @@ class Engine:
         wanted = self.graphs if options.pipelined_prefill is None else options.pipelined_prefill
         if not wanted:
             return None
-        chunk = options.chunk or PIPELINE_CHUNK
+        chunk = PIPELINE_CHUNK if options.chunk is None else options.chunk
         return PipelinedPrefill(self.rnn, chunk=chunk, compile=options.compile, fused_projections=self.fused)
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
