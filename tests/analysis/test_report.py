@@ -48,6 +48,7 @@ def page(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(page: Path, results: Path) -> None:
     text = page.read_text()
     parsed = Page()
@@ -70,6 +71,7 @@ def test_the_page_says_how_each_part_is_made_again(page: Path, results: Path) ->
     assert f"msrnn report {results} -o report.html" in text
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_page(page: Path, tmp_path: Path) -> None:
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next((path for name in names if (path := shutil.which(name))), None)

@@ -25,6 +25,7 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", "--device", "cpu", "--shape", "tiny", "--runs", "1", *arguments])
 
 
+@pytest.mark.slow
 def test_the_table_and_its_records(tmp_path, capsys, quick_gate):
     file = tmp_path / "records" / "bench.jsonl"
     parts = ["--parts", "table", "same", "prefill", "generate"]
@@ -135,6 +136,7 @@ def test_queries_can_be_made_steady():
     assert bias[:, :, 5:].abs().mean() > 1
 
 
+@pytest.mark.slow
 def test_the_baseline_can_be_compiled(monkeypatch):
     whole, seen = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda *a, **more: seen.append(a) or whole(*a, **more | {"backend": "eager"}))

@@ -25,6 +25,7 @@ def test_its_sizes_are_what_it_says() -> None:
         assert sum(capacities) == 30 * average
 
 
+@pytest.mark.slow
 def test_it_fits_the_bundled_model_and_beats_the_plain_policy_on_a_text_it_never_saw() -> None:
     model, tokenizer = msrnn.load()
     check_profile(NAME, model)

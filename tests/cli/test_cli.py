@@ -126,6 +126,7 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
 # generate
 
 
+@pytest.mark.slow
 def test_generate_from_a_file_longer_than_the_state(story):
     options = ("--policy", "tova:32", "--max-new-tokens", "6", "--json")
     process = msrnn_command("generate", "-f", story, *options)
@@ -337,6 +338,7 @@ def test_the_reader_may_go_away():
 # chat
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_in_another_process(tmp_path):
     state = str(tmp_path / "ada state")
     options = ("chat", "--policy", "tova:24", "--max-new-tokens", "5")

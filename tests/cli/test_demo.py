@@ -39,6 +39,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(output.getvalue()), folder
 
 
+@pytest.mark.slow
 def test_the_table_is_true(demo_run: tuple[dict[str, Any], Path]) -> None:
     numbers, _ = demo_run
     full, bounded, roomy = numbers["rows"]
@@ -55,6 +56,7 @@ def test_the_table_is_true(demo_run: tuple[dict[str, Any], Path]) -> None:
     assert roomy["answer"] == full["answer"]
 
 
+@pytest.mark.slow
 def test_the_picture_shows_something(demo_run: tuple[dict[str, Any], Path]) -> None:
     numbers, folder = demo_run
     picture = folder / "kept.png"

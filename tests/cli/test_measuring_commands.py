@@ -40,6 +40,7 @@ def book(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "profile.json")
     sizes = ["--length", "64", "--chunks", "2", "--grid", "4,12,32", "--rounds", "1"]
@@ -68,6 +69,7 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
     assert "was made for another model, tiny (3 layers, not 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["advise", model, "--text", book, "--within", "5%", "--length", "128", "--memory", "1GiB", "-q"]
     assert main([*command, "--policy", "tova", "--policy", "window+4", "--json"]) == 0

@@ -25,6 +25,7 @@ def test_there_is_something_to_check() -> None:
     assert len(pages.commands("README.md")) >= 5
 
 
+@pytest.mark.slow
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

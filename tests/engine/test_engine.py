@@ -250,6 +250,7 @@ def test_soft_caps_and_a_full_cache(llama):
         assert tokens == [generate(model, policy, text, 8) for text in texts]
 
 
+@pytest.mark.slow
 def test_a_compiled_engine_writes_the_same_tokens(llama, monkeypatch):
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **more: whole(*args, backend="eager", **more))
@@ -294,6 +295,7 @@ def test_what_cannot_be_run_is_refused(llama, make, says):
         make(llama())
 
 
+@pytest.mark.slow
 def test_the_bundled_model():
     policy = "tova:24"
     model, tokenizer = msrnn.load(dtype="float32")

@@ -45,6 +45,7 @@ def test_a_model_with_a_sliding_window(policy):
     assert torch.allclose(logits, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_pipeline_reads_the_same(llama, monkeypatch):
     whole, calls = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda *a, **more: calls.append(a) or whole(*a, backend="eager", **more))

@@ -101,6 +101,7 @@ def test_another_input_is_computed_anew(llama):
     assert torch.equal(group.part(other, 1), nn.functional.linear(other, group.weight, group.bias)[:, 3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_an_engine_writes_the_same(llama, monkeypatch, matmuls, compile):
     whole = torch.compile

@@ -73,6 +73,7 @@ def test_answers_stop_where_they_are_told_to():
     assert cut == [whole[: whole.index(stop)]]
 
 
+@pytest.mark.slow
 def test_the_harness_runs_a_task_and_agrees_with_its_own_model(tmp_path):
     rows = [{"text": tiny_eval.prose(20, n), "choices": ["river", "stone"], "label": n % 2} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -161,6 +161,7 @@ def test_only_equal_lengths_go_together_unless_padding_may_mix_them():
     assert [[len(p.ids) for p in batch] for batch in batches(prompts, 2, mixed=True)] == [[3, 4], [3, 3], [4]]
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_sample_and_repeats_none(folder, tmp_path):
     """A process of its own, killed with SIGKILL in the middle; then the same command again."""
     model = tiny_eval.save(tmp_path / "model")
@@ -254,6 +255,7 @@ def bundled():
     return msrnn.load(device="cpu", dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_pass_key_within_the_state_is_recalled_and_one_beyond_it_is_not(bundled, tmp_path):
     table = {"task": "needle", "kinds": ["passkey"], "lengths": [256], "depths": [0.2], "repeats": 1, "new_tokens": 14}
     setup = make_experiment(table | {"policies": ["full", "window+4:64"]}, tasks.settings())

@@ -122,6 +122,7 @@ def test_facts_are_told_first_and_asked_for_last(resources, template):
     assert turns.score(samples[1], Output(text=f"{conversation.answer}x"))[0].columns["recall"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, settings",
     [

@@ -118,6 +118,7 @@ def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     module.main()
 
 
+@pytest.mark.slow
 def test_search_end_to_end_and_again(
     data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_search_end_to_end_and_again(
     assert "0 new records" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_budgets_end_to_end(
     data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

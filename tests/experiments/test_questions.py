@@ -78,6 +78,7 @@ def test_every_question_of_the_paper_has_its_file() -> None:
     assert {script.stem for script in SCRIPTS} == set(SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_starts_and_finishes(
     script: Path, tiny: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
@@ -94,6 +95,7 @@ def test_a_script_starts_and_finishes(
     assert all(record.value == record.value for record in records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.stem)
 def test_an_experiment_starts_and_finishes(
     table: Path, llama: Any, tokenizer: Any, text: str, tmp_path: Path, one_thread: None

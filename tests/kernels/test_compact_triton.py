@@ -13,6 +13,7 @@ if INTERPRETED:
     from msrnn.kernels.triton import compact as triton_compact
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     run_cases(__file__)
 

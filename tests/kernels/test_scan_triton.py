@@ -22,6 +22,7 @@ if INTERPRETED:
 HEADS, KV_HEADS, ROWS = 4, 2, 6
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     run_cases(__file__)
 

@@ -20,6 +20,7 @@ if INTERPRETED:
     from msrnn.kernels.triton import step as triton_step
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     run_cases(__file__)
 
