@@ -389,13 +389,3 @@ def _hint(given: str, allowed: Sequence[str], tail: str = "") -> str:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def __getattr__(name: str) -> object:  # TEMPORARY while callers move
-    if name in ("parse", "spread", "memory"):
-        return {"parse": parse_policy, "spread": per_layer, "memory": decay}[name]
-    if name in ("plan", "split_profile", "profile_path", "open_profile", "read_profile", "kind_of"):
-        from .budgets import profile
-
-        return getattr(profile, name)
-    raise AttributeError(name)

@@ -59,12 +59,12 @@ def test_the_first_example_says_what_serve_says(llama, started, capsys):  # noqa
 def test_info_and_serve_agree(llama, started, capsys, policy):  # noqa: F811
     """Blocks are padded a little: not by a thousandth."""
     from msrnn.hf.load import config
-    from msrnn.policy import plan
+    from msrnn.budgets.profile import plan_for
     from msrnn.vllm.cost import layers_of, price
 
     assert main(["info", llama, policy, "--json"]) == 0
     info = json.loads(capsys.readouterr().out)["state_bytes"]
     read = config(llama)
     layers = layers_of(read)
-    state, _ = price(layers, plan(policy, len(layers)), read.dtype, 1)
+    state, _ = price(layers, plan_for(policy, len(layers)), read.dtype, 1)
     assert info < state < info * 1.001

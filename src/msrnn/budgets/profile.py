@@ -97,21 +97,3 @@ def _value(value: object) -> str:
     if isinstance(value, dict) and len(json.dumps(value)) > 110:
         return "{\n  " + ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
     return json.dumps(value)
-
-
-def __getattr__(name: str) -> Any:  # TEMPORARY while callers move
-    if name == "plan":
-        return plan_for
-    if name == "split_profile":
-        return lambda text: (split_policy(text).policy, split_policy(text).profile)
-    if name == "kind_of":
-        return lambda text: check_policy_kind(text) or text
-    if name in ("identity", "check_model", "ProfileError"):
-        from ..hf import identity
-
-        return {
-            "identity": identity.profile_identity,
-            "check_model": identity.check_profile,
-            "ProfileError": identity.ProfileError,
-        }[name]
-    raise AttributeError(name)

@@ -201,7 +201,8 @@ def read_oneshot(
     steps, keep_all = step_numbers(slots, real, total), replace(policy, capacity=None, first=0, last=0)
     space.add(key, value, steps)
     columns, scores = space.columns, space.columns.scores
-    for rows, part, out in zip(query.split(chunk, 2), steps.split(chunk, 1), output.split(chunk, 2), strict=True):
+    parts = (torch.split(query, chunk, 2), torch.split(steps, chunk, 1), torch.split(output, chunk, 2))
+    for rows, part, out in zip(*parts, strict=True):
         logits = attention.logits(rows, columns.keys)
         result = kernels.scan(logits, columns._replace(scores=scores), part, keep_all, attention)
         weighted_sum(result.weights, columns.values, result.total, out=out)

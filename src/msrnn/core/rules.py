@@ -7,6 +7,7 @@ score leaves. `msrnn/rules/` has one file per rule; a path to a file of your own
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..policy import Policy
 
+log = logging.getLogger("msrnn")
 FOLDER = Path(__file__).parents[1] / "rules"
 
 
@@ -27,8 +29,8 @@ class View:
 
     weights [B, U, M, N]: this step's attention weights, 0 where a column is not visible. keys [B, U, K, N, D],
     values [B, U, K, N, V], positions [B, U, N] (-1: empty), visible [B, U, N], now [B, 1, 1]: the position of the new
-    token. scores [B, U, N]: what this rule gave each column after the last step, 0 for the new token. All numbers are in
-    float32 or better.
+    token. scores [B, U, N]: what this rule gave each column after the last step, 0 for the new token. All
+    numbers are in float32 or better.
     """
 
     weights: Tensor
@@ -50,8 +52,8 @@ def score_by_rule(
 ) -> Tensor:  # fmt: skip
     """weights [B, H, N], keys [B, G, N, D], values [B, G, N, V] -> [B, U, N]: the rule's scores after this step."""
     batch, units = positions.shape[:2]
-    by_unit = (tensor.view(batch, units, -1, *tensor.shape[2:]) for tensor in (weights, keys, values))
-    score = load_rule(policy.rule or "")(View(*by_unit, positions, visible, now, scores, policy))
+    weights, keys, values = (rows.reshape(batch, units, -1, *rows.shape[2:]) for rows in (weights, keys, values))
+    score = load_rule(policy.rule or "")(View(weights, keys, values, positions, visible, now, scores, policy))
     if score.shape != positions.shape:
         raise ValueError(f"rule {policy.rule} gave scores {tuple(score.shape)}; they must be {tuple(positions.shape)}")
     return score.to(scores.dtype)
@@ -68,6 +70,13 @@ def load_rule(name: str) -> Rule:
     if score is None:
         raise ValueError(f"{path} has no function score(view); see msrnn/rules/ for examples")
     return torch.no_grad()(score)
+
+
+@cache
+def announce_rule(name: str) -> None:
+    """Say once that a rule has no kernel; a rule that cannot be loaded is refused here."""
+    load_rule(name)
+    log.warning("msrnn: %s has no kernel yet: it runs in plain PyTorch, exact but slow", name)
 
 
 def _import(path: Path) -> ModuleType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ def keeps_gains(policy: Policy, window: int | None = None) -> bool:
 
 def gain_of(value: Tensor, dtype: torch.dtype) -> Tensor:
     """value [..., V] -> [...]: the value's norm, the one gain there is."""
-    return torch.linalg.vector_norm(value, dim=-1, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=dtype)
+    return norm
 
 
 class Columns(NamedTuple):
@@ -148,10 +149,10 @@ class Slots:
         named = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def expand(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values [B, KV heads, ...] for the stored heads: repeated where every query head has its own."""
-        share = self.keys.shape[1] // tensors[0].shape[1]
-        return tensors if share == 1 else tuple(tensor.repeat_interleave(share, 1) for tensor in tensors)
+    def expand(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, KV heads, ...] for the stored heads: repeated where every query head has keys and values of its own."""
+        share = self.keys.shape[1] // key.shape[1]
+        return (key, value) if share == 1 else (key.repeat_interleave(share, 1), value.repeat_interleave(share, 1))
 
     @_outside_inference_mode
     def reserve(self, slots: int) -> None:
@@ -168,7 +169,8 @@ class Slots:
 
     @_outside_inference_mode
     def _map(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **tensors)
 
     def fork(self) -> Slots:
         """A copy that goes its own way."""

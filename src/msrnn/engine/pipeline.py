@@ -69,7 +69,8 @@ class LaneLayer(BoundedLayer):
         stream = torch.cuda.current_stream() if query.is_cuda else None
         if stream is not None and self.done is not None:
             stream.wait_event(self.done)
-        output = self._read(query, *self.shared.expand(key, value), attention)
+        key, value = self.shared.expand(key, value)
+        output = self._read(query, key, value, attention)
         if stream is not None:
             self.done = stream.record_event()
         return output

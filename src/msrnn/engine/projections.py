@@ -40,7 +40,7 @@ class FusedProjections:
             setattr(parent, name, part)
 
     def __exit__(self, *_: object) -> None:
-        for parent, name, module, _ in self.places:
+        for parent, name, module, _part in self.places:
             setattr(parent, name, module)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ class StaticLayer(BoundedLayer):
     @_outside_inference_mode
     def bounded(cls, policy: Policy, like: Slots, seen: Tensor) -> StaticLayer:
         """Empty rows with the shape of `like`; all layers share `seen` [B]."""
-        rows = {name: tensor.new_zeros(len(seen), *tensor.shape[1:]) for name, tensor in like.tensors().items()}
+        rows: dict[str, Any] = {
+            name: tensor.new_zeros(len(seen), *tensor.shape[1:]) for name, tensor in like.tensors().items()
+        }
         rows["positions"].fill_(-1)
         return cls(policy, replace(like, **(rows | {"seen": seen})))
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..budgets.profile import plan_for
 from ..core.attention import Attention
 from ..core.recurrence import CHUNK, Prompt, read, read_oneshot
+from ..core.rules import announce_rule
 from ..core.slots import Slots
 from ..core.trace import Recorder
 from ..policy import Plan, Policy, PolicyLike, split_policy
@@ -56,6 +57,8 @@ def cache(
             f"the model's heads are spread over {shards} processes, and the heads of a layer decide together; "
             "use a policy by head (tova-head, h2o) or a device_map"
         )
+    for rule in {policy.rule for policy in plan.policies if policy.rule is not None}:
+        announce_rule(rule)
     prepare(model)
     return BoundedCache(model, plan, layers, prompt, chunk)
 

@@ -36,8 +36,8 @@ def step(
     dtype = torch.promote_types(slots.keys.dtype, torch.float32)
     output = query.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
     result = output if output.dtype == dtype else buffer("step output", tuple(output.shape), dtype, query.device)
-    new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
-    work, alive = _work(slots, *new, result, policy, attention)
+    query, key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (query, key, value))
+    work, alive = _work(slots, query, key, value, result, policy, attention)
     openmp.run(compiled(slots.keys.dtype), work.ctypes.data, len(query) * slots.keys.shape[1])
     del alive  # tensors that the work points to
     return output if output is result else output.copy_(result)
