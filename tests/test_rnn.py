@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,7 +119,6 @@ def test_resumed_from_disk_bit_for_bit(model: LlamaForCausalLM, policy: str, len
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loaded_tensors_are_as_aligned_as_fresh_ones(model: LlamaForCausalLM, policy: str, tmp_path: Path) -> None:
     """In the file they lie at any address, and a library may pick other instructions there, which round otherwise."""
@@ -131,12 +131,14 @@ def test_loaded_tensors_are_as_aligned_as_fresh_ones(model: LlamaForCausalLM, po
         assert [name for name, tensor in slots.tensors().items() if tensor.data_ptr() % 64] == []
 
 
+@pytest.mark.slow
 def test_resumed_in_another_process_bit_for_bit(model: LlamaForCausalLM, tmp_path: Path) -> None:
     rnn, file = msrnn.RNN(model, "tova:16"), tmp_path / "state.safetensors"
     _, state = rnn.step(ids(50), rnn.start())
     state.save(file)
     code = (
-        f"import sys, json, torch, msrnn; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from tests import test_rnn as t;"
+        f"import sys, json, torch, msrnn; sys.path.insert(0, {str(Path(__file__).parents[1])!r});"
+        "from tests import test_rnn as t;"
         f"rnn = msrnn.RNN(t.tiny(), 'tova:16'); logits, _ = rnn.step(t.ids(7, 3), rnn.load({str(file)!r}));"
         "print(json.dumps(logits[0].tolist()))"
     )
