@@ -1,11 +1,12 @@
 """Inside vLLM. These tests need its own environment (.venv-vllm); elsewhere they are skipped with that reason."""
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.in_vllm.inside import NEW
+from tests.in_vllm.engines import NEW
 
 HERE = Path(__file__).parent
 
@@ -27,7 +28,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def prompts(model) -> list[list[int]]:
-    """Texts from a few tokens to more than any capacity here."""
+    """Prompts from one token to more than any capacity here."""
     from transformers import AutoTokenizer
 
     text = (HERE.parents[1] / "LICENSE").read_text()
@@ -36,37 +37,30 @@ def prompts(model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def loaded(model):
-    """The same model with transformers."""
+def hf_model(model):
+    """The same model in transformers."""
     import msrnn
 
     return msrnn.load(model, dtype="float32")[0]
 
 
 @pytest.fixture(scope="session")
-def alone(loaded, prompts):
-    """What msrnn's path on transformers writes for each prompt, read on its own."""
+def alone(hf_model, prompts):
+    """A policy -> the tokens that msrnn's transformers path generates after each prompt on its own."""
     import torch
 
     import msrnn
 
-    known: dict[str, list[list[int]]] = {}
+    def generate(policy: str, ids: list[int]) -> list[int]:
+        inputs = torch.tensor([ids])
+        output = hf_model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            past_key_values=msrnn.cache(hf_model, policy),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+        )
+        return output[0, len(ids) :].tolist()
 
-    def write(policy: str) -> list[list[int]]:
-        if policy not in known:
-            known[policy] = []
-            for ids in prompts:
-                given = torch.tensor([ids])
-                cache = msrnn.cache(loaded, policy)
-                written = loaded.generate(
-                    given,
-                    attention_mask=torch.ones_like(given),
-                    past_key_values=cache,
-                    max_new_tokens=NEW,
-                    min_new_tokens=NEW,
-                    do_sample=False,
-                )
-                known[policy].append(written[0, len(ids) :].tolist())
-        return known[policy]
-
-    return write
+    return cache(lambda policy: [generate(policy, ids) for ids in prompts])

@@ -1,4 +1,4 @@
-"""Tokens out of vLLM with the plugin, in fp32: stock vLLM's where nothing leaves, msrnn's own elsewhere.
+"""Tokens from vLLM with the plugin, in float32: stock vLLM's where nothing is evicted, else the transformers path's.
 
 An engine takes many seconds to start, so tests share one: those with the same `running` follow each other.
 """
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from msrnn.policy import Plan, parse
-from tests.in_vllm.inside import MEMORY, NEW, engine, greedy
+from msrnn.policy import Plan, parse_policy
+from tests.in_vllm.engines import MEMORY, NEW, engine, greedy
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine with the plugin on: its policy, and the options of vLLM that must change nothing."""
+    """An engine with the plugin on: its policy, and options of vLLM that must not change the tokens."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,36 +76,36 @@ def test_a_mixed_batch_equals_each_text_alone(running, prompts, alone):
 
 @on("tova:64", "h2o:64")
 def test_prompts_that_vllm_has_read_before_change_nothing(running, prompts, alone):
-    """Prefix caching is on: of a state there is nothing to find again, and nothing wrong is found."""
+    """Prefix caching is on: a state has no blocks of tokens to reuse, and none is reused by mistake."""
     llm, policy = running
     greedy(llm, prompts, 1)
     assert greedy(llm, prompts) == alone(policy)
 
 
 @on("tova:64", "h2o:64")
-def test_preempted_requests_begin_again_and_end_the_same(running, prompts, alone):
+def test_preempted_requests_start_over_and_end_the_same(running, prompts, alone):
     from vllm import SamplingParams
 
     llm, policy = running
-    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     for number, ids in enumerate(prompts):
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, asked)
-    written, turn = {}, 0
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+    tokens, turn = {}, 0
     while llm.llm_engine.has_unfinished_requests():
         for answer in llm.llm_engine.step():
-            written[int(answer.request_id)] = list(answer.outputs[0].token_ids)
+            tokens[int(answer.request_id)] = list(answer.outputs[0].token_ids)
         turn += 1
         if turn in (4, 9):
             assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
             assert not scheduler(llm).running
-            assert len(scheduler(llm).waiting) == len(prompts), "all are to begin again"
+            assert len(scheduler(llm).waiting) == len(prompts), "all start over"
     assert turn >= 9
-    assert [written[number] for number in range(len(prompts))] == alone(policy)
+    assert [tokens[number] for number in range(len(prompts))] == alone(policy)
 
 
 @on("tova:64")
 def test_one_block_per_request_whatever_its_length(running):
-    """What vLLM itself believes: as many requests as there are blocks, less the one it keeps."""
+    """vLLM's own account: as many requests as there are blocks, less its null block."""
     from msrnn.vllm.spec import BoundedSpec
 
     config = scheduler(running[0]).kv_cache_config
@@ -117,10 +117,32 @@ def test_one_block_per_request_whatever_its_length(running):
     assert page < 66 * 2 * 3 * 64 * 4 * 1.02
 
 
-def test_layers_of_unequal_kind_and_capacity(model, prompts, loaded):
-    """One block per request still, of the size of all layers' states together; equal to the same plan outside vLLM.
+@on("tova:64")
+def test_every_layer_has_its_policy_and_its_blocks(running):
+    from msrnn.core.attention import Attention
+    from msrnn.vllm.backend import backend_for, bounded_layers
 
-    So every policy of the core is run inside vLLM: its scores and protected positions are part of a request's block.
+    llm, policy = running
+    layers = bounded_layers(llm.llm_engine.vllm_config.compilation_config.static_forward_context)
+    config = scheduler(llm).kv_cache_config
+    assert len(layers) == 30
+    for layer in layers.values():
+        impl = layer.impl
+        assert str(impl.policy) == policy
+        assert layer.attn_backend is backend_for(impl.policy, 9)
+        assert type(impl.attention) is Attention, "one process has all heads"
+        blocks = impl.blocks(layer)
+        assert len(blocks.keys) == config.num_blocks
+        assert blocks.limit == 65
+        assert impl.blocks(layer) is blocks, "carved once"
+        assert blocks.keys.untyped_storage().data_ptr() == layer.kv_cache.untyped_storage().data_ptr()
+        assert impl.layout(layer).nbytes == config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+
+
+def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
+    """Still one block per request and layer; the tokens equal those of the same plan outside vLLM.
+
+    So every kind of policy runs inside vLLM: scores, gains and protected positions are part of a request's block.
     """
     import torch
 
@@ -128,11 +150,12 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, loaded):
     from msrnn.vllm import settings
 
     kinds = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
-    kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}")
-    plan = Plan(tuple(parse(kinds[layer % 9].format(24 + 4 * (layer % 7))) for layer in range(30)))
+    kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
+    plan = Plan(tuple(parse_policy(kinds[n % len(kinds)].format(24 + 4 * (n % 7))) for n in range(30)))
     with engine(model, settings.write(plan)) as llm:
-        written = greedy(llm, prompts[-2:])
-    for ids, tokens in zip(prompts[-2:], written, strict=True):
-        given, cache = torch.tensor([ids]), msrnn.cache(loaded, plan)
-        kept = loaded.generate(given, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-        assert tokens == kept[0, len(ids) :].tolist()
+        outputs = greedy(llm, prompts[-2:])
+    for ids, tokens in zip(prompts[-2:], outputs, strict=True):
+        inputs, cache = torch.tensor([ids]), msrnn.cache(hf_model, plan)
+        lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+        expected = hf_model.generate(inputs, past_key_values=cache, do_sample=False, **lengths)
+        assert tokens == expected[0, len(ids) :].tolist()

@@ -1,33 +1,34 @@
-"""One model in several processes: heads spread over them, or layers. Tokens are those of one process."""
+"""Tensor and pipeline parallelism: the tokens are those of one process."""
 
 import os
 from itertools import cycle, islice
 
 import pytest
 
-from tests.in_vllm.inside import build, connector, engine, external_hits, greedy
+from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
 
-# On a CPU, vLLM makes what its pipeline stages pass on in a warm-up that it leaves out where nothing is compiled; so
-# the graph is traced, but not compiled.
+# On a CPU, vLLM allocates what its pipeline stages pass on in a warm-up that it skips where nothing is compiled; so the
+# graph is traced, but not compiled.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 
 
 @pytest.mark.parametrize(
     "policy, processes, options",
     [
-        ("tova:64", 3, {"tensor_parallel_size": 3}),  # 9 query heads, 3 KV heads: and all decide together
+        ("tova:64", 3, {"tensor_parallel_size": 3}),  # 9 query heads, 3 KV heads, and all decide together
+        ("h2o-layer:64,gain=value_norm", 3, {"tensor_parallel_size": 3}),
         ("h2o:64", 2, {"pipeline_parallel_size": 2, **TRACED}),
     ],
-    ids=["tensor", "pipeline"],
+    ids=["tensor", "tensor with gains", "pipeline"],
 )
-def test_several_processes_write_what_one_writes(
-    model, loaded, prompts, alone, monkeypatch, tmp_path, policy, processes, options
+def test_several_processes_generate_what_one_does(
+    model, hf_model, prompts, alone, monkeypatch, tmp_path, policy, processes, options
 ):
-    """Also where requests start from a prefix, of which every process has its heads or its layers."""
+    """Also where requests start from a prefix, of which every process loads its heads or its layers."""
     cores = map(str, islice(cycle(sorted(os.sched_getaffinity(0))), processes))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
-    texts = {"long": prompts[-1][:150], "short": prompts[-2][:30]}  # one has forgotten some, the other nothing yet
-    files = {name: build(loaded, model, tmp_path, name, ids, policy) for name, ids in texts.items()}
+    texts = {"long": prompts[-1][:150], "short": prompts[-2][:30]}  # one has evicted tokens, the other none yet
+    files = {name: build_prefix(hf_model, model, tmp_path, name, ids, policy) for name, ids in texts.items()}
     with engine(model, policy, kv_transfer_config=connector(files), **options) as llm:
         assert llm.llm_engine.vllm_config.parallel_config.world_size == processes
         assert greedy(llm, prompts, prefix_id="none") == alone(policy)

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from tests.in_vllm.inside import build, connector, engine, external_hits, greedy
-from tests.in_vllm.test_vllm_server import _wait, metric
+from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
+from tests.in_vllm.test_vllm_server import metric, wait_for_server
 
-POLICIES = ("tova:64", "h2o:64")
+POLICIES = ("tova:64", "h2o:64", "tova:64,gain=value_norm")
 
 
 @pytest.fixture(scope="session")
 def texts(model) -> dict[str, list[int]]:
-    """A prefix longer than any capacity here, one shorter, and what may follow."""
+    """A prefix longer than any capacity here, a shorter one, and texts that may follow."""
     from pathlib import Path
 
     from transformers import AutoTokenizer
@@ -27,29 +27,29 @@ def texts(model) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_answers_equal_reading_it_afresh(model, loaded, texts, tmp_path, policy):
+def test_answers_equal_reading_it_afresh(model, hf_model, texts, tmp_path, policy):
     """Mixed in one batch: hits of both prefixes, whose rest is one token or many, and a text that begins otherwise."""
     long, short, one, some = (texts[name] for name in ("long", "short", "one", "some"))
     prompts = [long + some, short + some, long + one, some + long, long[:100], short + one, long + some[:7]]
     with engine(model, policy) as llm:
         afresh = greedy(llm, prompts)
-    files = {name: build(loaded, model, tmp_path, name, texts[name], policy) for name in ("long", "short")}
+    files = {name: build_prefix(hf_model, model, tmp_path, name, texts[name], policy) for name in ("long", "short")}
     with engine(model, policy, kv_transfer_config=connector(files)) as llm:
         assert greedy(llm, prompts) == afresh
         assert external_hits(llm) == 3 * len(long) + 2 * len(short)
-        assert greedy(llm, prompts[:1]) == afresh[:1], "the state in memory is not moved on by those who start from it"
+        assert greedy(llm, prompts[:1]) == afresh[:1], "requests that start from the loaded state do not change it"
 
 
-def test_a_name_that_does_not_fit_is_read_afresh(model, loaded, texts, tmp_path):
+def test_a_name_that_does_not_fit_is_read_afresh(model, hf_model, texts, tmp_path):
     """`prefix_id` picks one prefix; a request that does not begin with it gets the right answer all the same."""
     from vllm import SamplingParams
 
-    files = {name: build(loaded, model, tmp_path, name, texts[name], "tova:64") for name in ("long", "short")}
+    files = {name: build_prefix(hf_model, model, tmp_path, name, texts[name], "tova:64") for name in ("long", "short")}
     prompt = {"prompt_token_ids": texts["long"] + texts["some"]}
 
     def ask(llm, name: str) -> list[int]:
-        asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"prefix_id": name})
-        return list(llm.generate([prompt], asked, use_tqdm=False)[0].outputs[0].token_ids)
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"prefix_id": name})
+        return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
     with engine(model, "tova:64", kv_transfer_config=connector(files)) as llm:
         right = ask(llm, "long")
@@ -67,20 +67,20 @@ def test_over_http(model, tmp_path):
     state = str(tmp_path / "system.state")
     common = ["--policy", "tova:64", "--dtype", "float32"]
     command = [sys.executable, "-m", "msrnn"]
-    made = [*command, "state", "build", model, "--text", str(tmp_path / "system.txt"), "--system", "-o", state]
-    subprocess.run([*made, *common, "--device", "cpu"], check=True)
+    build = [*command, "state", "build", model, "--text", str(tmp_path / "system.txt"), "--system", "-o", state]
+    subprocess.run([*build, *common, "--device", "cpu"], check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
-    served = [*command, "serve", model, *common, "--prefix", f"clerk={state}", *options, "--port", str(port)]
+    serve = [*command, "serve", model, *common, "--prefix", f"clerk={state}", *options, "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_ENABLE_V1")}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [*served, "--served-model-name", "smol"], stdout=log, stderr=subprocess.STDOUT, env=environment
+            [*serve, "--served-model-name", "smol"], stdout=log, stderr=subprocess.STDOUT, env=environment
         )
     try:
-        _wait(process, port, tmp_path / "log")
+        wait_for_server(process, port, tmp_path / "log")
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         system = (tmp_path / "system.txt").read_text().strip()
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "What is a lighthouse for?"}]

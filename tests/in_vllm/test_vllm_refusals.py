@@ -1,6 +1,6 @@
-"""Plain vLLM with a policy in the environment: what a state does not go with ends the start, in vLLM's own processes.
+"""Plain vLLM with a policy in the environment: what a bounded state does not support ends startup in vLLM's processes.
 
-`msrnn serve` refuses most of this before vLLM starts (tests/test_serve.py); here nothing but the plugin stands guard.
+`msrnn serve` refuses most of this before vLLM starts (tests/cli/test_serve.py); here there is only the plugin.
 """
 
 import json
@@ -14,8 +14,8 @@ import urllib.request
 
 import pytest
 
-from tests.in_vllm.inside import engine, greedy
-from tests.in_vllm.test_vllm_server import _wait, metric
+from tests.in_vllm.engines import engine, greedy
+from tests.in_vllm.test_vllm_server import metric, wait_for_server
 
 SIZES = {
     "hidden_size": 64,
@@ -61,7 +61,7 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A model's configuration; its weights are made up."""
+    """A model's configuration; its weights are random."""
 
     def write(kind: dict) -> str:
         sizes = {name: size for name, size in (SIZES | kind).items() if size is not None}
@@ -87,7 +87,7 @@ def test_an_engine_does_not_start(tiny, kind, options, reason):
     from msrnn.vllm.plugin import Refused
 
     with pytest.raises(Refused, match=reason) as refused, engine(tiny(kind), "tova:64", **SMALL, **options):
-        pytest.fail("it runs, though nothing bounds it")
+        pytest.fail("it runs unbounded")
     assert "\n" not in str(refused.value)
 
 
@@ -99,7 +99,7 @@ def test_the_same_engine_starts_without_them(tiny):
 
 @pytest.mark.parametrize("worker", ["CPU_ATTN", "any layout"])
 def test_a_worker_that_the_policy_did_not_reach_ends_the_start(tiny, worker):
-    """Where heads are spread, specs of one layer differ; where layers are, only what workers say of their layouts."""
+    """With tensor parallelism, specs of one layer differ; with pipeline parallelism, only the workers' layouts do."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
@@ -107,11 +107,11 @@ def test_a_worker_that_the_policy_did_not_reach_ends_the_start(tiny, worker):
     from msrnn.vllm.backend import BoundedBackend
 
     stock = [CPUAttentionBackend] if worker == "CPU_ATTN" else []
-    said = [[layout.name for layout in get_supported_kv_cache_layouts(of)] for of in ([BoundedBackend], stock)]
+    layouts = [[layout.name for layout in get_supported_kv_cache_layouts(of)] for of in ([BoundedBackend], stock)]
     config = EngineArgs(tiny(LLAMA), skip_tokenizer_init=True).create_engine_config()
     with pytest.raises(AssertionError, match="Workers disagree"):
-        resolve_kv_cache_layout(config, said)
-    assert resolve_kv_cache_layout(config, said[:1] * 2).name == said[0][0]
+        resolve_kv_cache_layout(config, layouts)
+    assert resolve_kv_cache_layout(config, layouts[:1] * 2).name == layouts[0][0]
 
 
 def plain_command(model: str, *options: str) -> list[str]:
@@ -121,13 +121,13 @@ def plain_command(model: str, *options: str) -> list[str]:
 
 
 def plain_environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    return kept | {"VLLM_LOGGING_LEVEL": "ERROR"} | more
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return inherited | {"VLLM_LOGGING_LEVEL": "ERROR"} | more
 
 
 def plain_server(model: str, *options: str, **environment: str) -> str:
-    """What vLLM's own server says before it ends, as it must, with an error."""
-    ended = subprocess.run(
+    """The output of vLLM's own server, which must end with an error."""
+    result = subprocess.run(
         plain_command(model, *options),
         env=plain_environment(**environment),
         stdout=subprocess.PIPE,
@@ -135,8 +135,8 @@ def plain_server(model: str, *options: str, **environment: str) -> str:
         text=True,
         timeout=180,
     )
-    assert ended.returncode != 0
-    return ended.stdout
+    assert result.returncode != 0
+    return result.stdout
 
 
 def test_vllms_own_server_is_bounded_by_the_environment_alone(tiny, tmp_path):
@@ -151,10 +151,10 @@ def test_vllms_own_server_is_bounded_by_the_environment_alone(tiny, tmp_path):
         command = plain_command(tiny(LLAMA), "--port", str(port), "--served-model-name", "tiny")
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        _wait(process, port, tmp_path / "log")
+        wait_for_server(process, port, tmp_path / "log")
         url = f"http://127.0.0.1:{port}"
-        asked = {"model": "tiny", "prompt": list(range(40)), "max_tokens": 4, "ignore_eos": True, "detokenize": False}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+        body = {"model": "tiny", "prompt": list(range(40)), "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
@@ -165,8 +165,10 @@ def test_vllms_own_server_is_bounded_by_the_environment_alone(tiny, tmp_path):
 
 
 def test_a_worker_of_the_server_refuses_and_the_server_ends(tiny):
-    said = plain_server(tiny(LLAMA), "--speculative-config", json.dumps(NGRAM), MSRNN_POLICY="tova:64")
-    assert re.search(r"Refused: .*speculative decoding takes tokens back.*leave --speculative-config out$", said, re.M)
+    output = plain_server(tiny(LLAMA), "--speculative-config", json.dumps(NGRAM), MSRNN_POLICY="tova:64")
+    assert re.search(
+        r"Refused: .*speculative decoding takes tokens back.*leave --speculative-config out$", output, re.M
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,11 +176,11 @@ def test_a_worker_of_the_server_refuses_and_the_server_ends(tiny):
     [("tova:64", "Refused: vLLM 0.99.0 was never tried"), ("tovva:64", "did you mean 'tova:64'")],
     ids=["version", "policy"],
 )
-def test_a_vllm_nobody_tried_and_an_unknown_policy_end_the_server(tiny, tmp_path, policy, reason):
-    """As the package says that it is 0.99: its metadata comes first on the path."""
+def test_an_untested_vllm_and_an_unknown_policy_end_the_server(tiny, tmp_path, policy, reason):
+    """Metadata that says 0.99 comes first on the path."""
     if "0.99" in reason:
         about = tmp_path / "path" / "vllm-0.99.0.dist-info" / "METADATA"
         about.parent.mkdir(parents=True)
         about.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
-    said = plain_server(tiny(LLAMA), MSRNN_POLICY=policy, PYTHONPATH=str(tmp_path / "path"))
-    assert re.search(reason, said)
+    output = plain_server(tiny(LLAMA), MSRNN_POLICY=policy, PYTHONPATH=str(tmp_path / "path"))
+    assert re.search(reason, output)

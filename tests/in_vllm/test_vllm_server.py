@@ -1,4 +1,4 @@
-"""`msrnn serve` as a user meets it: over HTTP, with the openai client, until it is told to stop."""
+"""`msrnn serve` as a user meets it: over HTTP, with the openai client, until it is stopped."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from tests.in_vllm.inside import NEW
+from tests.in_vllm.engines import NEW
 
 CAPACITY = 64
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}  # float32, added up in another order
@@ -35,7 +35,7 @@ def server(model, tmp_path_factory):
             env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
         )
     try:
-        _wait(process, port, log)
+        wait_for_server(process, port, log)
         yield process, f"http://127.0.0.1:{port}", log
     finally:
         process.send_signal(signal.SIGTERM)
@@ -45,7 +45,7 @@ def server(model, tmp_path_factory):
             process.kill()  # of no effect on one that has ended
 
 
-def _wait(process, port: int, log, patience: int = 400) -> None:
+def wait_for_server(process, port: int, log, patience: int = 400) -> None:
     for _ in range(patience):
         if process.poll() is not None:
             break
@@ -68,19 +68,19 @@ def metric(url: str, name: str, label: str = "") -> float:
     """A number of /metrics; label: what must be among its labels."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
     labels = f"{{[^}}]*{re.escape(label)}[^}}]*}}" if label else "(?:{[^}]*})?"
-    found = re.search(rf"^{name}{labels} ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} {label} is not among the metrics"
-    return float(found[1])
+    match = re.search(rf"^{name}{labels} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert match, f"{name} {label} is not among the metrics"
+    return float(match[1])
 
 
 def test_it_says_what_fits_before_it_starts(server):
-    said = server[2].read_text()
-    assert "tova:64: a request takes 2.9 MiB, whatever its length" in said
-    assert re.search(r"64.0 MiB of KV memory holds 2\d requests at once; a full cache 1 of that length", said)
+    log = server[2].read_text()
+    assert "tova:64: a request takes 2.9 MiB, whatever its length" in log
+    assert re.search(r"64.0 MiB of KV memory holds 2\d requests at once; a full cache 1 of that length", log)
 
 
 def test_completions_equal_each_text_alone_and_metrics_show_the_bound(server, client, prompts, alone):
-    """Streamed, one after the other; then /metrics tells of more tokens read than were ever held."""
+    """Streamed, one after the other; then /metrics has more tokens read than were ever held."""
     expected = alone(f"tova:{CAPACITY}")
     tokenizer = _tokenizer(server)
     for ids, tokens in zip(prompts, expected, strict=True):
@@ -93,14 +93,13 @@ def test_completions_equal_each_text_alone_and_metrics_show_the_bound(server, cl
     assert metric(url, "msrnn_capacity") == CAPACITY
     assert metric(url, "msrnn_request_tokens_seen_max") > max(map(len, prompts))
     assert metric(url, "msrnn_request_tokens_held_max") == CAPACITY
-    read = sum(len(ids) + NEW - 1 for ids in prompts)
-    assert metric(url, "msrnn_tokens_seen_total") == read
+    assert metric(url, "msrnn_tokens_seen_total") == sum(len(ids) + NEW - 1 for ids in prompts)
     assert metric(url, "msrnn_evictions_total") == sum(max(0, len(ids) + NEW - 2 - CAPACITY) for ids in prompts)
-    ended = [len(ids) + NEW - 2 for ids in prompts[:-1]]  # the last one's end is seen with the next batch
-    assert metric(url, "msrnn_request_tokens_seen_sum") == sum(ended)
-    assert metric(url, "msrnn_request_tokens_held_sum") == sum(min(CAPACITY, seen) for seen in ended)
+    lengths = [len(ids) + NEW - 2 for ids in prompts[:-1]]  # the last one's end is counted with the next batch
+    assert metric(url, "msrnn_request_tokens_seen_sum") == sum(lengths)
+    assert metric(url, "msrnn_request_tokens_held_sum") == sum(min(CAPACITY, seen) for seen in lengths)
     for label in (f'le="{CAPACITY}.0"', 'le="+Inf"'):
-        assert metric(url, "msrnn_request_tokens_held_bucket", label) == len(ended), "no request ever held more"
+        assert metric(url, "msrnn_request_tokens_held_bucket", label) == len(lengths), "no request ever held more"
     assert metric(url, "msrnn_state_bytes") == metric(url, "msrnn_request_state_bytes")
     assert metric(url, "vllm:num_preemptions_total") == 0
 
@@ -113,36 +112,36 @@ def _tokenizer(server):
     return AutoTokenizer.from_pretrained(bundled())
 
 
-def test_logprobs_are_those_of_the_bounded_model(client, prompts, loaded):
-    """A prompt twice as long as the capacity: what has left has no say in them."""
+def test_logprobs_are_those_of_the_bounded_model(client, prompts, hf_model):
+    """A prompt twice as long as the capacity: evicted tokens do not contribute."""
     import torch
 
     import msrnn
 
     ids = prompts[3]
-    asked = {"model": "smol", "prompt": ids, "max_tokens": NEW, "temperature": 0, "logprobs": 1}
-    answer = client.completions.create(**asked, extra_body={"ignore_eos": True, "return_token_ids": True})
+    request = {"model": "smol", "prompt": ids, "max_tokens": NEW, "temperature": 0, "logprobs": 1}
+    answer = client.completions.create(**request, extra_body={"ignore_eos": True, "return_token_ids": True})
     tokens = answer.choices[0].model_extra["token_ids"]
-    rnn = msrnn.RNN(loaded, f"tova:{CAPACITY}")
-    state, found = rnn.start(), []
-    given = [*ids, *tokens[:-1]]
-    for start, end in ((0, len(ids)), *((at, at + 1) for at in range(len(ids), len(given)))):
-        logits, state = rnn.read(given[start:end], state)
-        found.append(torch.log_softmax(logits[0], -1)[tokens[len(found)]])
-    torch.testing.assert_close(torch.tensor(answer.choices[0].logprobs.token_logprobs), torch.stack(found), **CLOSE)
+    rnn = msrnn.RNN(hf_model, f"tova:{CAPACITY}")
+    state, expected = rnn.start(), []
+    text = [*ids, *tokens[:-1]]
+    for start, end in ((0, len(ids)), *((at, at + 1) for at in range(len(ids), len(text)))):
+        logits, state = rnn.read(text[start:end], state)
+        expected.append(torch.log_softmax(logits[0], -1)[tokens[len(expected)]])
+    torch.testing.assert_close(torch.tensor(answer.choices[0].logprobs.token_logprobs), torch.stack(expected), **CLOSE)
 
 
 def test_chat_template_streams_seeds_and_stops_are_vllms(server, client):
     messages = [{"role": "user", "content": "Count from 1 to 9."}]
-    asked = {"model": "smol", "messages": messages, "max_tokens": 8, "temperature": 1.0, "seed": 7}
-    one, two = (client.chat.completions.create(**asked, logprobs=True) for _ in range(2))
-    written = one.choices[0].message.content
-    assert two.choices[0].message.content == written
+    request = {"model": "smol", "messages": messages, "max_tokens": 8, "temperature": 1.0, "seed": 7}
+    one, two = (client.chat.completions.create(**request, logprobs=True) for _ in range(2))
+    text = one.choices[0].message.content
+    assert two.choices[0].message.content == text
     assert len(one.choices[0].logprobs.content) == one.usage.completion_tokens
     template = _tokenizer(server).apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert one.usage.prompt_tokens == len(template["input_ids"])
-    stream = client.chat.completions.create(**asked, stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == written
+    stream = client.chat.completions.create(**request, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == text
     stopped = client.completions.create(model="smol", prompt="1, 2, 3, 4,", max_tokens=8, temperature=0, stop=[" 6"])
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text.strip() == "5,"
@@ -157,13 +156,13 @@ def test_bad_requests_are_answered_and_the_server_lives_on(server, client, promp
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=10)
     assert 400 <= refused.value.code < 500
-    left = client.completions.create(model="smol", prompt=prompts[-1], max_tokens=600, temperature=0, stream=True)
-    next(iter(left))
-    left.close()  # the client goes in the middle of an answer
+    stream = client.completions.create(model="smol", prompt=prompts[-1], max_tokens=600, temperature=0, stream=True)
+    next(iter(stream))
+    stream.close()  # the client disconnects in the middle of an answer
     answer = client.completions.create(model="smol", prompt="Hello", max_tokens=2, temperature=0)
     assert answer.usage.completion_tokens == 2
     for _ in range(50):
         if metric(server[1], "vllm:num_requests_running") == 0:
             break
         time.sleep(0.2)
-    assert metric(server[1], "vllm:num_requests_running") == 0, "the state of a client that left is still held"
+    assert metric(server[1], "vllm:num_requests_running") == 0, "the request of a closed connection still runs"

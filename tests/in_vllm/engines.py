@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, with the plugin on or off."""
+"""vLLM's engine in this process, with the plugin on or off, and what tests ask of it."""
 
 import gc
 import os
@@ -14,8 +14,8 @@ MEMORY = 256 << 20
 
 
 @contextmanager
-def _llvmlite_out_of_sight():
-    """vLLM looks into every loaded module when an engine starts, and fails on llvmlite's, which numba has loaded."""
+def _without_llvmlite():
+    """vLLM inspects every loaded module when an engine starts, and fails on llvmlite's, which numba has loaded."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite")}
     try:
         yield
@@ -46,7 +46,7 @@ def engine(model: str, policy: str | None, **options):
     register()
     llm = None
     try:
-        with _llvmlite_out_of_sight():
+        with _without_llvmlite():
             llm = LLM(model, **(settings | options))
         yield llm
     finally:
@@ -62,28 +62,28 @@ def engine(model: str, policy: str | None, **options):
 
 
 def greedy(llm, prompts: list[list[int]], tokens: int = NEW, **extra: str) -> list[list[int]]:
-    """What is written for each; extra: arguments of ours (`prefix_id`)."""
+    """The greedy tokens after each prompt; extra: request arguments of ours (`prefix_id`)."""
     from vllm import SamplingParams
 
-    asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra or None)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra or None)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-def build(loaded, model: str, folder, name: str, ids: list[int], policy: str) -> str:
-    """A prefix, made as `msrnn state build` does, from token ids; `loaded`: the model with transformers."""
+def build_prefix(hf_model, model: str, folder, name: str, ids: list[int], policy: str) -> str:
+    """The state file of a prefix, as `msrnn state build` writes it, from token ids."""
     import msrnn
-    from msrnn.hf.load import mark
+    from msrnn.hf.identity import weights_digest
 
-    rnn = msrnn.RNN(loaded, policy)
+    rnn = msrnn.RNN(hf_model, policy)
     _, state = rnn.read(ids, rnn.start())
     path = folder / f"{name}.state"
-    state.save(path, tokens=ids, notes={"weights": mark(model)})
+    state.save(path, tokens=ids, notes={"weights": weights_digest(model)})
     return str(path)
 
 
 def connector(files: dict[str, str]) -> dict:
-    """vLLM's option for prefixes, as `msrnn serve --prefix` gives it."""
+    """vLLM's option for prefixes, as `msrnn serve --prefix` passes it."""
     from msrnn.vllm.prefix import CONNECTOR, FILES
 
     return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
@@ -91,4 +91,4 @@ def connector(files: dict[str, str]) -> dict:
 
 def external_hits(llm) -> float:
     """Tokens that came from prefixes."""
-    return sum(each.value for each in llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
