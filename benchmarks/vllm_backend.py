@@ -6,7 +6,7 @@
 `check` drives `msrnn.vllm.batch`, which is all that a layer runs inside vLLM, with blocks and metadata as vLLM makes
 them: requests of unequal length in scattered blocks, prompts in pieces, mixed batches, and single tokens in a batch of
 fixed shape with padded rows (on a GPU a CUDA graph). Every output is compared with one undisturbed reading of the same
-text. `time` measures a batch of steps beside the bytes that it must read and beside attention to a full cache.
+text. `timed` measures a batch of steps, the bytes that it must read, and attention to a full cache.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--time", help="heads,kv_heads,head_size,capacity,context,batch,batch,...")
     parser.add_argument("--out", type=Path, help="records are added to this file")
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    options = parser.parse_args()
+    device = torch.device(options.device)
     rows = [check(policy, device) for policy in POLICIES]
-    shape = [int(number) for number in (given.time or SHAPES[device.type]).split(",")]
+    shape = [int(number) for number in (options.time or SHAPES[device.type]).split(",")]
     rows += [timed(shape, batch, device) for batch in shape[5:]]
     about = {"date": now(), "commit": commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command()}
-    if given.out:
-        with given.out.open("a") as file:
+    if options.out:
+        with options.out.open("a") as file:
             file.writelines(json.dumps(about | row) + "\n" for row in rows)
     failed = [row["policy"] for row in rows if not row.get("right", True)]
     if failed:
@@ -73,7 +73,7 @@ def blocks_of(
 def check(text: str, device: torch.device) -> dict[str, object]:
     """Four requests: pieces of prompts and steps mixed, then steps as a graph holds them, in which the last begins.
 
-    The largest error beside each text alone, read at once.
+    `error` is the largest difference from each text read alone.
     """
     policy, attention, homes = parse_policy(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def _graphed(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
-    """A layer's step for so many requests with a full state, beside attention to a full cache."""
+    """A layer's step for so many requests with full slots, and attention to a full cache."""
     heads, kv_heads, size, capacity, context = shape[:5]
     policy, attention = parse_policy(f"tova:{capacity}"), Attention(size**-0.5)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -223,14 +223,14 @@ def _microseconds(call: Callable[[], None], device: torch.device, repeats: int =
     call()
     if device.type == "cuda":
         call = _graphed(call)
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return median(found) * 1e6
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e6
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a batch, as vLLM's server has it on a CPU")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "vllm_cpu.jsonl")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        policy, _, megabytes = given.one.partition("@")
-        given.memory = int(megabytes) * 10**6
-        print("RECORD " + json.dumps(measure(given, policy)))
+    options = parser.parse_args()
+    if options.one:
+        policy, _, megabytes = options.one.partition("@")
+        options.memory = int(megabytes) * 10**6
+        print("RECORD " + json.dumps(measure(options, policy)))
         return
-    given.out.parent.mkdir(exist_ok=True)
-    for case in given.cases:  # an engine each, in a process of its own
+    options.out.parent.mkdir(exist_ok=True)
+    for case in options.cases:  # an engine each, in a process of its own
         row = _alone(case)
-        with given.out.open("a") as file:
+        with options.out.open("a") as file:
             file.write(row + "\n")
         print({name: value for name, value in json.loads(row).items() if name != "over_time"}, flush=True)
 
@@ -58,7 +58,7 @@ def _alone(case: str) -> str:
     return rows[0]
 
 
-def measure(given: argparse.Namespace, policy: str) -> dict[str, object]:
+def measure(options: argparse.Namespace, policy: str) -> dict[str, object]:
     """One engine, all requests at once."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
     if policy != "stock":
@@ -73,21 +73,21 @@ def measure(given: argparse.Namespace, policy: str) -> dict[str, object]:
         str(bundled()),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=given.prompt + given.new,
-        max_num_seqs=given.at_once,
-        max_num_batched_tokens=given.budget,
-        kv_cache_memory_bytes=given.memory,
+        max_model_len=options.prompt + options.new,
+        max_num_seqs=options.at_once,
+        max_num_batched_tokens=options.budget,
+        kv_cache_memory_bytes=options.memory,
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
-    asked = SamplingParams(temperature=0, max_tokens=given.new, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True)
     warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": list(range(100, 100 + min(600, given.prompt)))}], warm, use_tqdm=False)
-    for number, ids in enumerate(_texts(given.requests, given.prompt)):
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, asked)
+    llm.generate([{"prompt_token_ids": list(range(100, 100 + min(600, options.prompt)))}], warm, use_tqdm=False)
+    for number, ids in enumerate(_texts(options.requests, options.prompt)):
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
     shared = conditions(what="serving", policy=policy, model="SmolLM2-135M-Instruct", dtype="float32")
     shared |= {"vllm": vllm_version(), "threads": torch.get_num_threads()}
-    return shared | {name: getattr(given, name) for name in SETTINGS} | _drive(llm.llm_engine)
+    return shared | {name: getattr(options, name) for name in SETTINGS} | _drive(llm.llm_engine)
 
 
 def _drive(engine: Any) -> dict[str, object]:

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "vllm.jsonl"
 NEW = 12
 POLICY = "tova:64"
-Found = dict[str, object]
+Result = dict[str, object]
 
 
 def main() -> int:
@@ -38,27 +38,27 @@ def main() -> int:
     for name in sys.argv[1:] or parts:
         about, started = conditions(what=name, run="vllm_long", policy=POLICY, vllm=vllm_version()), time.time()
         try:
-            found = parts[name]()
+            result = parts[name]()
         except Exception as error:  # the other parts are to run all the same
             print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
             failed = 1
             continue
-        record = about | {"seconds": round(time.time() - started)} | found
+        record = about | {"seconds": round(time.time() - started)} | result
         write(RESULTS, [record])
-        print(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}", flush=True)
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in result.items())}", flush=True)
     return failed
 
 
-def tensor_parallel() -> Found:
+def tensor_parallel() -> Result:
     return _same_as_one("--tensor-parallel-size", "3", bind="0|1|0")
 
 
-def pipeline_parallel() -> Found:
+def pipeline_parallel() -> Result:
     """Compiled: on a CPU and without a graph, vLLM 0.32 skips the warm-up that its own pipeline stages need."""
     return _same_as_one("--pipeline-parallel-size", "2", bind="0|1", graph=True)
 
 
-def _same_as_one(*options: str, bind: str, graph: bool = False) -> Found:
+def _same_as_one(*options: str, bind: str, graph: bool = False) -> Result:
     texts = _texts(8, 200)
     memory = ("--kv-cache-memory-bytes", str(128 << 20))
     with server(POLICY, *memory) as (url, _):
@@ -70,7 +70,7 @@ def _same_as_one(*options: str, bind: str, graph: bool = False) -> Found:
     return {"options": " ".join(options), "compiled": graph, "equal_answers": len(texts)}
 
 
-def many(count: int = 200, memory: int = 48 << 20, policy: str = "tova:32") -> Found:
+def many(count: int = 200, memory: int = 48 << 20, policy: str = "tova:32") -> Result:
     """Stock vLLM preempts at this memory; with states nobody is, nobody is lost, and every answer is as if alone."""
     texts = _texts(count, 72)
     small_blocks = ("--block-size", "32")  # stock's memory goes in steps of so many tokens
@@ -118,12 +118,12 @@ async def _crowd(url: str, texts: list[list[int]]) -> tuple[list[list[int]], flo
 
     watcher = asyncio.create_task(watch())
     leaving = asyncio.gather(*(_leaving(url, text) for text in texts[:5]))  # these leave while they read
-    asked = asyncio.create_task(_answers(url, texts, at_once=len(texts)))
+    answering = asyncio.create_task(_answers(url, texts, at_once=len(texts)))
     codes = await asyncio.gather(*(_wrong(url, number) for number in range(20)))
     assert all(400 <= code < 500 for code in codes), f"bad requests were answered with {codes}"
     await leaving
     await asyncio.gather(*(_leaving(url, text) for text in texts[5:10]))  # and these while they wait
-    answers = await asked
+    answers = await answering
     watching = False
     await watcher
     return answers, most
@@ -153,7 +153,7 @@ async def _leaving(url: str, ids: list[int]) -> None:
         await stream.close()
 
 
-def killed() -> Found:
+def killed() -> Result:
     """A worker is gone: the client gets an error, and the server ends by itself and leaves no process behind."""
     import psutil
 
@@ -261,9 +261,9 @@ def _texts(count: int, length: int) -> list[list[int]]:
 def _metric(url: str, name: str, unknown: float | None = None) -> float:
     """A number of /metrics; `unknown` where there is none yet."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
-    found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found or unknown is not None, f"{name} is not among the metrics"
-    return float(found[1]) if found else unknown
+    match = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
+    assert match or unknown is not None, f"{name} is not among the metrics"
+    return float(match[1]) if match else unknown
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def main() -> int:
 
 
 def _compared(name: str, alone: list[list[int]]) -> tuple[dict[str, Any], bool]:
-    found = json.loads(_apart(name)[0])
-    equal = sum(ours == theirs for ours, theirs in zip(found.pop("tokens"), alone, strict=True))
-    return found | {"equal_answers": equal}, equal == len(alone) and found["nodes"] == SPREAD[name][0]
+    result = json.loads(_apart(name)[0])
+    equal = sum(ours == theirs for ours, theirs in zip(result.pop("tokens"), alone, strict=True))
+    return result | {"equal_answers": equal}, equal == len(alone) and result["nodes"] == SPREAD[name][0]
 
 
 def _stray() -> tuple[dict[str, Any], bool]:
@@ -71,7 +71,7 @@ def _stray() -> tuple[dict[str, Any], bool]:
 
 
 def _apart(name: str) -> tuple[str, str]:
-    """An engine in a process of its own: what it found, and the last line of its errors."""
+    """An engine in a process of its own: its result, and the last line of its errors."""
     with tempfile.TemporaryDirectory(prefix="msrnn-ray-") as folder:
         for path, text in PLATFORM.items():
             (Path(folder) / path).parent.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def _apart(name: str) -> tuple[str, str]:
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, __file__, "--engine", name]
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    said = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    said = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     errors = [line for line in done.stderr.splitlines() if re.match(r"\w*Error:", line)]
     if not said and name != "stray":
         raise SystemExit(f"{name}: the engine ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -101,15 +101,15 @@ def engine(name: str) -> None:
 
     common = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
     llm = LLM(str(bundled()), **(common | options))
-    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in _texts(6, 200)], asked, use_tqdm=False)
-    found = {
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in _texts(6, 200)], sampling, use_tqdm=False)
+    result = {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
         "options": {key: value for key, value in options.items() if key != "compilation_config"},
         "nodes": _nodes_in_use() if name in SPREAD else 1,
         "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
     }
-    print("FOUND " + json.dumps(found), flush=True)
+    print("RESULT " + json.dumps(result), flush=True)
 
 
 def _start_nodes(count: int, environment: dict[str, str]) -> None:
