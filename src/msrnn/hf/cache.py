@@ -75,6 +75,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.slots: Slots | None = None
         self.recorder: Recorder | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.busy = False  # whether a call is at work on the slots, or was cut off there
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Slots are made at the first attention, when the number of query heads and the window are known."""
@@ -109,10 +110,23 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.slots is None:
             self.slots = Slots.empty(self.policy, key, value, query.shape[1], attention.window)
             self.is_initialized = True
+        self._check_tokens(query, key, value)
         real = None if real is None else real.to(query.device)
         run = read if self.prompt == "recurrent" else read_oneshot
         tokens = (query.detach(), key, value)
         return run(self.slots, *tokens, self.policy, attention, real, self.chunk, self.recorder)
+
+    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """New tokens must be like those that are held: compiled code sees memory, not tensors."""
+        assert self.slots is not None
+        held = self.slots.keys
+        stored, sizes = held.shape[1], (held.shape[3], self.slots.values.shape[3])
+        fits = (key.shape[3], value.shape[3]) == sizes and query.shape[3] == key.shape[3]
+        if not fits or stored % key.shape[1] or query.shape[1] % stored:
+            theirs, ours = tuple(key.shape[1::2]), (stored, sizes[0])
+            raise ValueError(f"the cache holds {ours} heads and their size, {theirs} were given; use a new cache")
+        if not held.dtype == query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"the cache holds {held.dtype}, {key.dtype} was given; use a new cache")
 
     def get_seq_length(self) -> int:
         """Columns fed, padding included: positions and masks count these, not the slots held."""
@@ -131,7 +145,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.slots = self.pending = None
-        self.is_initialized = False
+        self.is_initialized = self.busy = False
         if self.recorder is not None:
             self.recorder = Recorder()
 
@@ -199,6 +213,12 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"BoundedCache({self.plan}, prompt={self.prompt!r}, tokens read={self.get_seq_length()})"
 
+    def _repr_html_(self) -> str:
+        """The layer-by-token map of what is held now, for notebooks."""
+        from ..play.display import cache_html
+
+        return cache_html(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
         """A copy that goes its own way, as transformers' users reuse a prompt; the model is not copied."""
         twin = copy.copy(self)
@@ -209,6 +229,21 @@ class BoundedCache(Cache):  # type: ignore[misc]
     @property
     def bounded(self) -> Iterator[BoundedLayer]:
         return (layer for layer in self.layers if isinstance(layer, BoundedLayer))
+
+    def check(self) -> None:
+        """Refuse a cache that a call which was cut off has left between two tokens."""
+        columns = None
+        for layer in self.bounded:
+            if layer.busy or layer.pending is not None:
+                where = "inside a layer" if layer.busy else "before msrnn attended to its keys"
+                raise BoundIgnored(f"the last call was cut off {where}; reset() the cache and begin again")
+            fed = layer.get_seq_length()
+            if columns not in (None, fed):
+                raise BoundIgnored(
+                    f"one layer has read {fed} columns, the first {columns}: a call was cut off between layers; "
+                    "reset() the cache and begin again"
+                )
+            columns = fed
 
     @outside_graphs
     def update(

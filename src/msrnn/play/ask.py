@@ -26,7 +26,7 @@ _WORD = re.compile(r"\w{3,}")
 
 @dataclass
 class Answer:
-    """What a lane says, token by token; `attention` [T] is where it looked in the text, if that was asked for."""
+    """What a lane says, token by token; `attention` [T] is where its heads looked in the text."""
 
     rnn: RNN
     state: RNNState

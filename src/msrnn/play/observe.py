@@ -52,7 +52,7 @@ class LayerObserver:
         self.policy: Policy = layer.policy
         self.evictions: Evictions | None = None
         self.held: Held | None = None
-        self.attention: Tensor | None = None  # [T], attention to each position so far; collected where it is a tensor
+        self.attention: Tensor | None = None  # [T], squared weights by position so far; collected where it is a tensor
         self._expiries = Expiries()
         self._attend = layer.attend
         layer.attend, layer.recorder = self.attend, self._expiries
@@ -110,9 +110,9 @@ class LayerObserver:
         return table.gather(1, positions.clamp(min=0))
 
     def _collect(self, weights: Tensor, positions: Tensor) -> None:
-        """weights [H, C, N]: add the mean over heads, summed over steps."""
+        """weights [H, C, N]: add their squares: heads that look at one place count more than those that look around."""
         assert self.attention is not None
-        by_unit = weights.sum(1).view(positions.shape[0], -1, weights.shape[2]).sum(1) / weights.shape[0]
+        by_unit = weights.square().sum(1).view(positions.shape[0], -1, weights.shape[2]).sum(1) / weights.shape[0]
         inside = (positions >= 0) & (positions < len(self.attention))
         self.attention.index_add_(0, positions[inside], by_unit[inside])
 

@@ -22,6 +22,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from . import example_text
 from .export import page_html
 from .runs import Limits, Refused, Run, Scheduler, Settings
 
@@ -209,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
         return {
             "policy": server.policy, "profiles": server.profiles, "model": scheduler.model,
             "model_change": server.model_change, "model_error": scheduler.model_error,
-            "model_ready": scheduler.model_ready, "example": asset("example.txt"),
+            "model_ready": scheduler.model_ready, "example": example_text(),
             "limits": {"tokens": limits.tokens, "characters": limits.characters, "capacity": limits.capacity},
         }  # fmt: skip
 

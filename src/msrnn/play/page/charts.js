@@ -75,7 +75,7 @@ function niceStep2(rough) {
 function perplexityTicks(low, high) {
   const ticks = [];
   for (let power = 0; power < 7; power++)
-    for (const factor of high - low < 1 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : [1, 2, 5]) {
+    for (const factor of high - low < 0.7 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : high - low < 2 ? [1, 1.5, 2, 3, 5, 7] : [1, 2, 5]) {
       const value = Math.round(factor * 10 ** power * 10) / 10;
       if (Math.log(value) >= low - 1e-9 && Math.log(value) <= high + 1e-9) ticks.push(value);
     }

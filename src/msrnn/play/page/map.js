@@ -189,7 +189,7 @@ function drawMap(context, run, lane, [from, to], shown, x, y, width, rows, colou
   context.textBaseline = "middle";
   const every = rows / lane.layers > 9 ? 4 : lane.layers > 12 ? 10 : 5;
   for (let layer = 0; layer < lane.layers; layer += every)
-    context.fillText(String(run.meta.layers[layer]), left - 6, y + ((layer + 0.5) * rows) / lane.layers);
+    context.fillText(String(run.meta.layers[layer]), left - 6, y + Math.max(6, ((layer + 0.5) * rows) / lane.layers));
   context.textBaseline = "top";
   const count = Math.max(2, Math.floor(inner / 140));
   const step = niceStep((to - from) / count);
