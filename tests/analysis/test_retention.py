@@ -104,6 +104,7 @@ def test_layer_wise_against_head_wise() -> None:
         retention.agreement_with(one, trace_of(FIRST))
 
 
+@pytest.mark.slow
 def test_a_trace_of_a_real_run_keeps_what_its_policy_promises(llama: Any) -> None:
     """window+4 holds the first four to the end and is recent but for them."""
     ids = torch.randint(2, 64, (60,), generator=torch.Generator().manual_seed(0))
@@ -132,6 +133,7 @@ def wide(llama: Any, tokenizer: Any) -> Any:
     return llama(vocab_size=len(tokenizer), max_position_embeddings=512)
 
 
+@pytest.mark.slow
 def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_path: Path, one_thread: None) -> None:
     model, texts = wide(llama, tokenizer), {"a": WORDS * 4, "b": WORDS[::-1] * 4}
     records = measure.measure(model, tokenizer, texts, ["tova:16", "tova-head:16"], length=90, traces=tmp_path)
@@ -227,6 +229,7 @@ def test_the_cache_is_the_users() -> None:
     assert cache_folder().name
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_plot_and_report_show_it(
     llama: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

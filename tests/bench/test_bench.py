@@ -52,6 +52,7 @@ def test_the_table_and_its_records(tmp_path, capsys, quick_gate):
     assert out.count("tova:8") == 3
 
 
+@pytest.mark.slow
 def test_json(capsys, quick_gate):
     assert bench("--parts", "same", "--policy", "tova:8", "--batch", "1", "--json", "-q") == 0
     output = capsys.readouterr()
@@ -84,6 +85,7 @@ def test_a_wrong_eviction_does_not_pass(monkeypatch):
         gate.check(CPU, ("tova:16",))
 
 
+@pytest.mark.slow
 def test_every_policy_passes_the_gate_here():
     assert gate.check(CPU) == 1 + 5 * len(gate.POLICIES) - 2
 

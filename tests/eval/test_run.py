@@ -263,6 +263,7 @@ def test_a_pass_key_within_the_state_is_recalled_and_one_beyond_it_is_not(bundle
     assert [(record.policy, record.value) for record in records] == [("full", 1.0), ("window+4:64", 0.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not tiny_eval.SHARED.is_dir(), reason=f"no texts in {tiny_eval.SHARED}")
 def test_a_chunk_of_a_real_book_has_the_plain_models_perplexity(bundled, tmp_path):
     [path, *_] = sorted((tiny_eval.SHARED / "pg19").glob("*.txt"))

@@ -14,6 +14,8 @@ from msrnn.play import runs
 from msrnn.play.runs import Limits
 from tests.support.tiny_eval import prose
 
+pytestmark = pytest.mark.slow
+
 TEXT = prose(70, 3)
 
 
