@@ -152,7 +152,7 @@ def _replay(
     output = torch.empty_like(new[0])
     batch = next_batch([0] * len(homes))
     assert batch.begins
-    assert device.type == "cpu" or not batch.block_list, "metadata of steps must stay on the device"
+    assert device.type == "cpu" or not batch.seen_list, "metadata of steps must stay on the device"
 
     def call() -> None:
         attend(blocks, batch, *new, policy, attention, output)

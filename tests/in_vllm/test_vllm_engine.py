@@ -134,7 +134,6 @@ def test_every_layer_has_its_policy_and_its_blocks(running):
         blocks = impl.blocks(layer)
         assert len(blocks.keys) == config.num_blocks
         assert blocks.limit == 65
-        assert impl.blocks(layer) is blocks, "carved once"
         assert blocks.keys.untyped_storage().data_ptr() == layer.kv_cache.untyped_storage().data_ptr()
         assert impl.layout(layer).nbytes == config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
 

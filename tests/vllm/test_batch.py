@@ -52,7 +52,7 @@ def test_a_batch_of_steps_does_not_wait_for_the_device():
     batch = batch_of(*inputs.put(*torch.zeros(2, 4, device="meta")), [0, 1, 2, 3, 3])
     assert batch.steps == 4
     assert batch.begins
-    assert batch.block_list == batch.seen_list == []
+    assert batch.rows == batch.seen_list == []
     inputs = StaticInputs(8, torch.device("cpu"))
     first, second = (inputs.put(*torch.full((2, 4), number, dtype=torch.int32)) for number in (3, 5))
     assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
@@ -72,4 +72,5 @@ def test_a_batch_of_steps_does_not_wait_for_the_device():
 def test_steps_come_before_prefill(seen, starts, steps, begins):
     batch = batch_of(torch.tensor([5, 2]), torch.tensor(seen), starts)
     assert (batch.steps, batch.begins) == (steps, begins)
-    assert (batch.block_list, batch.seen_list) == ([5, 2], seen)
+    assert batch.seen_list == seen
+    assert [row.number for row in batch.rows] == [row for row in range(2) if starts[row + 1] - starts[row] > 1]

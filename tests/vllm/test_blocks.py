@@ -10,7 +10,8 @@ from msrnn.core.recurrence import read, step
 from msrnn.core.slots import Slots
 from msrnn.policy import Plan, parse_policy
 from msrnn.vllm import settings
-from msrnn.vllm.block import Layout, clear, one_request
+from msrnn.vllm.batch import attend, batch_of
+from msrnn.vllm.block import Layout, clear
 
 HEADS, KV_HEADS, SIZE, TOKENS = 6, 3, 8, 30
 POLICIES = (
@@ -48,6 +49,15 @@ def alone(text: str, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return read(slots, *tokens, policy, Attention(SIZE**-0.5))
 
 
+def read_in_block(blocks, home, before, tokens, policy, attention) -> torch.Tensor:
+    """A piece of one request, as vLLM schedules it."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tokens)
+    batch = batch_of(torch.tensor([home]), torch.tensor([before]), [0, len(query)])
+    output = torch.empty_like(query)
+    attend(blocks, batch, query, key, value, policy, attention, output)
+    return output.transpose(0, 1)[None]
+
+
 def step_in_blocks(blocks, index, seen, tokens, policy, attention) -> torch.Tensor:
     """One token of some requests, as `vllm.batch.attend` runs it."""
     clear(blocks, index, seen)
@@ -63,11 +73,10 @@ def test_requests_in_blocks_answer_as_each_alone(text, kind):
     homes, lengths, requests = [3, 1, 4], [19, 4, 0], texts(3)
     outputs = [[] for _ in requests]
     for request, (home, prompt) in enumerate(zip(homes, lengths, strict=True)):
-        clear(blocks, torch.tensor([home]), torch.tensor([0]))
         for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
             if end > start:
                 tokens = [tensor[:, :, start:end] for tensor in requests[request]]
-                outputs[request].append(read(one_request(blocks, home, start), *tokens, policy, attention))
+                outputs[request].append(read_in_block(blocks, home, start, tokens, policy, attention))
     for turn in range(10):
         seen = torch.tensor(lengths) + turn
         tokens = [torch.cat([t[n][:, :, lengths[i] + turn] for i, t in enumerate(requests)]) for n in range(3)]
@@ -121,17 +130,14 @@ def test_clear_empties_the_blocks_of_requests_that_begin(text):
     assert torch.equal(raw.view(torch.uint8)[[0, 1, 3]], before[[0, 1, 3]])
 
 
-def test_one_request_is_a_view_of_its_block():
+def test_slots_are_views_of_their_blocks():
     layout = layout_of("h2o:8,gain=value_norm")
-    blocks = layout.carve(memory(layout))
-    slots = one_request(blocks, 3, 17)
-    assert slots.seen.tolist() == [17]
-    assert slots.fed == 17
-    assert slots.limit == 9
-    assert slots.filled == 9
-    for name, tensor in slots.tensors().items():
-        assert tensor.data_ptr() == getattr(blocks, name)[3:].data_ptr(), name
-        assert len(tensor) == 1
+    raw = memory(layout)
+    blocks = layout.carve(raw)
+    assert blocks.limit == 9
+    for name, tensor in blocks.tensors().items():
+        assert tensor.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr(), name
+        assert len(tensor) == len(raw)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

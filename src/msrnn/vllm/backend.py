@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ..policy import Policy
 from . import metrics
 from .batch import Batch, StaticInputs, batch_of
+from .block import clear
 from .plugin import Refused
 from .spec import BoundedSpec, bounded_spec
 
@@ -113,16 +114,38 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
     ) -> Metadata:
         common = common_attn_metadata
         blocks, seen = self.inputs.put(common.block_table_tensor[:, 0], common.compute_num_computed_tokens())
-        metadata = Metadata(**vars(batch_of(blocks, seen, common.query_start_loc_cpu.tolist())))
-        if self.publishes and metadata.seen_list:
-            self.publish(blocks, metadata.seen_list, metadata.starts[-1])
+        starts = common.query_start_loc_cpu.tolist()
+        metadata = Metadata(**vars(batch_of(blocks, seen, starts, seen_on_host(common, starts))))
+        if metadata.begins:
+            self.clear(metadata)
+        if self.publishes:
+            self.publish(metadata)
         return metadata
 
-    def publish(self, blocks: Tensor, seen: list[int], tokens: int) -> None:
+    def clear(self, metadata: Metadata) -> None:
+        """Empty the blocks of requests whose first token is a step: here, so that a CUDA graph need not do it."""
+        rows = slice(0, metadata.steps)
+        for name in self.layer_names:
+            clear(self.layers[name].impl.blocks(self.layers[name]), metadata.blocks[rows], metadata.seen[rows])
+        metadata.begins = False
+
+    def publish(self, metadata: Metadata) -> None:
         """Update /metrics with what the requests of this batch hold now."""
         first = self.layers[self.layer_names[0]]
         if self.meter is None:
             layouts = (layer.impl.layout(layer) for layer in bounded_layers(self.layers).values())
             request_bytes = sum(layout.nbytes for layout in layouts)
-            self.meter = metrics.Meter(first.impl.blocks(first), first.impl.policy.capacity, request_bytes)
-        self.meter.update(blocks, seen, tokens)
+            self.meter = metrics.Meter(first.impl.policy.capacity, request_bytes)
+        positions = first.impl.blocks(first).positions
+        self.meter.update(positions, metadata.blocks, metadata.seen_list, metadata.sizes)
+
+
+def seen_on_host(common: CommonAttentionMetadata, starts: list[int]) -> list[int]:
+    """The tokens that each request had read before a batch, without a wait for the device.
+
+    vLLM's upper bound is exact but for tokens that speculative decoding takes back, which is refused.
+    """
+    ends = common.seq_lens_cpu_upper_bound
+    lengths = common.seq_lens.tolist() if ends is None else ends.tolist()
+    sizes = (end - start for start, end in pairwise(starts))
+    return [max(0, length - size) for length, size in zip(lengths, sizes, strict=False)]

@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..core.attention import Attention
 from ..core.recurrence import read, step
-from ..core.slots import Slots
+from ..core.slots import Slots, gain_of
 from ..policy import Policy
-from .block import clear, one_request
+from .block import clear
+from .reads import Fit, Reads, Row, Segment, Sizes, plan
 
 
 @dataclass
 class Batch:
-    """The first `steps` requests have one new token (decode), the others more (prefill).
+    """The first `steps` requests have one new token (decode); `rows` are the others, with more (prefill).
 
-    blocks [R], seen [R] (tokens before this batch), starts [R + 1] (where a request's new tokens begin). `begins`: one
-    of the steps may be a request's first token. The lists are empty where reading them would wait for the device.
+    blocks [R], seen [R] (tokens before this batch), on the device. `begins`: one of the steps may be a request's first
+    token, so its block must be emptied. On the host: `seen_list` is `seen`, where it is known there, and `sizes` the
+    number of new tokens of each request.
     """
 
     steps: int
     begins: bool
     blocks: Tensor
     seen: Tensor
-    starts: list[int]
-    block_list: list[int]
+    rows: list[Row]
     seen_list: list[int]
+    sizes: list[int]
+    plans: dict[Sizes, Reads] = field(default_factory=dict)
+
+    def reads(self, sizes: Sizes) -> Reads:
+        """The indices that a layer needs, shared by all layers alike."""
+        if sizes not in self.plans:
+            self.plans[sizes] = plan(self.blocks, self.rows, sizes)
+        return self.plans[sizes]
 
 
 class StaticInputs:
     """Where `blocks` and `seen` of every batch lie on the device: a CUDA graph reads the addresses of its capture."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.memory = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.memory = torch.zeros(2, -(-rows // 16) * 16, dtype=torch.int64, device=device)
 
     def put(self, blocks: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """blocks, seen [R] of the next batch -> copies at the same addresses for every batch of R requests."""
@@ -44,14 +55,23 @@ class StaticInputs:
         return rows[0].copy_(blocks), rows[1].copy_(seen)
 
 
-def batch_of(blocks: Tensor, seen: Tensor, starts: list[int]) -> Batch:
-    """blocks, seen [R], on the device; starts, on the host. A batch of steps on a GPU never waits for it."""
+def batch_of(blocks: Tensor, seen: Tensor, starts: list[int], seen_list: list[int] | None = None) -> Batch:
+    """blocks, seen [R], on the device; starts [R + 1], where each request's tokens begin, and seen_list on the host.
+
+    Without seen_list, `seen` is read back where the batch has prompts; steps on a GPU never wait for it.
+    """
     lengths = [end - start for start, end in pairwise(starts)]
     steps = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
-    on_host = steps < len(lengths) or blocks.device.type == "cpu"
-    block_list, seen_list = (blocks.tolist(), seen.tolist()) if on_host else ([], [])
-    begins = 0 in seen_list[:steps] if on_host else True
-    return Batch(steps, begins, blocks, seen, starts, block_list, seen_list)
+    if seen_list is None:
+        known = steps < len(lengths) or blocks.device.type == "cpu"
+        seen_list = seen.tolist() if known else []
+    begins = 0 in seen_list[:steps] if seen_list else True
+    rows = [
+        Row(number, starts[number], lengths[number], seen_list[number])
+        for number in range(steps, len(lengths))
+        if lengths[number]
+    ]
+    return Batch(steps, begins, blocks, seen, rows, seen_list, lengths)
 
 
 def attend(
@@ -72,10 +92,97 @@ def attend(
             clear(blocks, index, seen)
         slots = replace(blocks, rows=index, seen=seen)
         step(slots, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
-    for row in range(batch.steps, len(batch.starts) - 1):
-        part, seen = slice(batch.starts[row], batch.starts[row + 1]), batch.seen[row : row + 1]
-        if batch.seen_list[row] == 0:
-            clear(blocks, batch.blocks[row : row + 1], seen)
-        slots = one_request(blocks, batch.block_list[row], batch.seen_list[row])
-        q, k, v = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
-        output[part] = read(slots, q, k, v, policy, attention)[0].transpose(0, 1)
+    if batch.rows:
+        reads = batch.reads(sizes_of(blocks, query, policy, attention))
+        for fit in reads.fits:
+            _attend_fitting(blocks, fit, query, key, value, attention, output)
+        for segment in reads.segments:
+            _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
+
+
+def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:
+    """What the plan of a layer's reads depends on."""
+    keys, values = blocks.keys, blocks.values
+    stored, slots, size = keys.shape[1:]
+    ordinary = attention.plain and attention.window is None and blocks.scores is None
+    half = query.is_cuda and query.dtype.itemsize == 2
+    flash = half and size == values.shape[3] and size <= 256 and size % 8 == 0
+    slot_bytes = stored * (size + values.shape[3]) * keys.dtype.itemsize
+    return Sizes((policy.capacity or 0) if ordinary else 0, slots, query.shape[1], slot_bytes, flash)
+
+
+def _attend_fitting(
+    blocks: Slots, fit: Fit, query: Tensor, key: Tensor, value: Tensor, attention: Attention, output: Tensor
+) -> None:
+    """Nothing leaves: the new tokens go into the slots behind the earlier ones, and each sees all before it."""
+    query, key, value = (tensor[fit.tokens] for tensor in (query, key, value))
+    key, value = blocks.expand(key, value)
+    if fit.begins is not None:
+        blocks.positions.index_fill_(0, fit.begins, -1)
+    blocks.keys[fit.block, :, fit.slot] = key
+    blocks.values[fit.block, :, fit.slot] = value
+    blocks.positions[fit.block, :, fit.slot] = fit.slot[:, None].expand(-1, blocks.positions.shape[1])
+    if blocks.gains is not None:
+        blocks.gains[fit.block, :, fit.slot] = gain_of(value, blocks.gains.dtype)
+    blocks.next[fit.ends] = fit.next[:, None].expand(-1, blocks.next.shape[1])
+    if fit.keys is not None:
+        block, slot = fit.keys
+        key, value = blocks.keys[block, :, slot], blocks.values[block, :, slot]
+    attend_rows = _flash if fit.padded is None else _padded
+    output[fit.tokens] = attend_rows(fit, query, key, value, attention.scale)
+
+
+def _flash(fit: Fit, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query [n, H, D], key [K, G, D], value [K, G, V] -> [n, H, V]: rows of any length in one call."""
+    output = torch.ops.aten._flash_attention_forward(
+        query, key, value, fit.query_starts, fit.key_starts, *fit.longest, 0.0, True, False, scale=scale
+    )[0]
+    return cast("Tensor", output)
+
+
+def _padded(fit: Fit, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The same with rows padded to the longest."""
+    assert fit.padded is not None
+    queries, columns, mask, outputs = fit.padded
+    q, k, v = (tensor[index].transpose(1, 2) for tensor, index in ((query, queries), (key, columns), (value, columns)))
+    grouped = q.shape[1] != k.shape[1]
+    mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    return mixed.transpose(1, 2).flatten(0, 1)[outputs]
+
+
+def _read_segment(
+    blocks: Slots,
+    segment: Segment,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: Policy,
+    attention: Attention,
+    output: Tensor,
+    chunk: int,
+) -> None:
+    """One read of all its rows: slots are gathered from the blocks, and scattered back after it."""
+    slots = _gather(blocks, segment, attention)
+    q, k, v = (tensor[segment.tokens].transpose(1, 2) for tensor in (query, key, value))
+    mixed = read(slots, q, k, v, policy, attention, segment.real, chunk)
+    output[segment.places] = mixed.transpose(1, 2).flatten(0, 1)[segment.padded]
+    for name, tensor in slots.tensors().items():
+        getattr(blocks, name).index_copy_(0, segment.blocks, tensor)
+
+
+def _gather(blocks: Slots, segment: Segment, attention: Attention) -> Slots:
+    """The slots of a segment's rows. Memory that was never written may hold anything: empty slots become 0."""
+    rows: dict[str, Any] = {name: tensor[segment.blocks] for name, tensor in blocks.tensors().items()}
+    rows["seen"] = segment.seen.clone()
+    if segment.begins:
+        rows["positions"].masked_fill_((segment.seen == 0)[:, None, None], -1)
+    if segment.partial or attention.window is not None:
+        empty = rows["positions"] < 0
+        stored = empty.repeat_interleave(rows["keys"].shape[1] // empty.shape[1], 1)
+        for name in ("keys", "values"):
+            rows[name].masked_fill_(stored[..., None], 0)
+        if blocks.scores is not None:
+            rows["scores"].masked_fill_(empty, 0)
+        if blocks.gains is not None:
+            rows["gains"].masked_fill_(stored, 0)
+    return replace(blocks, **rows, fed=segment.filled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
@@ -16,6 +17,7 @@ from . import refusals, settings
 from .backend import Metadata, backend_for
 from .batch import attend
 from .block import Layout
+from .rehearsal import rehearse
 from .shard import attention_of
 
 
@@ -51,7 +53,8 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sinks, self.softcap = sinks, logits_soft_cap or None
         self._layers = config.compilation_config.static_forward_context
-        self._blocks: tuple[Tensor, Slots] | None = None
+        self._config = config
+        self._layouts: dict[torch.dtype, Layout] = {}
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Now the layer has a name, and so a policy; its backend class tells vLLM the size of a block."""
@@ -78,18 +81,28 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("msrnn's attention does not quantise its output")
-        if attn_metadata is None:  # vLLM's warm-up
+        if attn_metadata is None:  # vLLM's memory profile, before there are blocks
+            self.rehearse(layer, query, key, value)
             return output.zero_()
         attend(self.blocks(layer), attn_metadata, query, key, value, self.policy, self.attention, output)
         return output
 
-    def layout(self, layer: Any) -> Layout:
-        sizes = (self.num_heads, self.num_kv_heads, self.head_size, layer.head_size_v)
-        return Layout(self.policy, *sizes, layer.kv_cache.dtype)
+    def rehearse(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """On a GPU: compile what requests will need, and take as much memory as they will, so that vLLM counts it."""
+        if query.is_cuda:
+            layout = self.layout(layer, query.dtype)
+            rehearse(layout, query, key, value, self.attention, self._config.scheduler_config.max_num_seqs)
+
+    def layout(self, layer: Any, dtype: torch.dtype | None = None) -> Layout:
+        dtype = layer.kv_cache.dtype if dtype is None else dtype
+        if dtype not in self._layouts:
+            sizes = (self.num_heads, self.num_kv_heads, self.head_size, layer.head_size_v)
+            self._layouts[dtype] = Layout(self.policy, *sizes, dtype)
+        return self._layouts[dtype]
 
     def blocks(self, layer: Any) -> Slots:
-        """The layer's memory as slots, one row per block; carved again where vLLM has given the layer new memory."""
-        memory = layer.kv_cache
-        if self._blocks is None or self._blocks[0] is not memory:
-            self._blocks = memory, self.layout(layer).carve(memory)
-        return self._blocks[1]
+        """The layer's memory as slots, one row per block.
+
+        Views are made anew every time: vLLM gives layers temporary memory while it measures, and must get it back.
+        """
+        return self.layout(layer).carve(layer.kv_cache)

@@ -7,26 +7,50 @@ through files in PROMETHEUS_MULTIPROC_DIR, which `msrnn serve` sets; without it 
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..core.slots import Slots
-
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class _Count:
+    """Blocks and tokens held of a batch's requests, [2, R], on their way to the host."""
+
+    def __init__(self, count: Tensor, seen: list[int], tokens: list[int]) -> None:
+        self.seen, self.tokens = seen, tokens
+        self.event: torch.cuda.Event | None = None
+        if count.is_cuda:
+            host = torch.empty(count.shape, dtype=count.dtype, pin_memory=True)
+            self.count = host.copy_(count, non_blocking=True)
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+        else:
+            self.count = count
+
+    @property
+    def done(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """Block, tokens read before, tokens held, new tokens; without padding, which is in vLLM's null block."""
+        rows = zip(*self.count.tolist(), self.seen, self.tokens, strict=False)
+        return [(block, seen, held if seen else 0, tokens) for block, held, seen, tokens in rows if block]
 
 
 class Meter:
     """Counts one layer's blocks before each batch, so a request's last step is counted with the next batch or never."""
 
-    def __init__(self, blocks: Slots, capacity: int, request_bytes: int) -> None:
+    def __init__(self, capacity: int, request_bytes: int) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
         def gauge(name: str, about: str) -> Any:
             return Gauge(name, about, multiprocess_mode="livemostrecent")
 
-        self.blocks = blocks
         self.request_bytes = request_bytes
+        self.pending: deque[_Count] = deque()
         self.evictions_by_block: dict[int, int] = {}
         self.running: dict[int, tuple[int, int]] = {}
         self.tokens = Counter("msrnn_tokens_seen", "Tokens read by all requests.")
@@ -43,20 +67,30 @@ class Meter:
         gauge("msrnn_capacity", "Tokens that a request may hold (in the first layer).").set(capacity)
         gauge("msrnn_request_state_bytes", "Bytes of one request's state, all layers.").set(request_bytes)
 
-    def update(self, index: Tensor, seen: list[int], tokens: int) -> None:
-        """index [R]: the blocks of a batch; seen: the tokens that each request had read before it; tokens: new ones."""
-        held = (self.blocks.positions[index] >= 0).sum(-1).amax(-1).tolist()
-        held = [count if before else 0 for count, before in zip(held, seen, strict=True)]
-        self.observe_ends(dict(zip(index.tolist(), zip(seen, held, strict=True), strict=True)))
-        for block, (before, count) in self.running.items():
-            evictions = before - count
+    def update(self, positions: Tensor, index: Tensor, seen: list[int], tokens: list[int]) -> None:
+        """positions [M, U, S] of all blocks, index [R]: those of a batch; seen, tokens: read before it, and new ones.
+
+        A GPU counts on its own time: what it has counted by now is published, and nothing waits.
+        """
+        held = (positions[index] >= 0).sum(-1).amax(-1)
+        self.pending.append(_Count(torch.stack([index, held]), seen, tokens))
+        while self.pending and self.pending[0].done:
+            self.publish(self.pending.popleft())
+
+    def publish(self, count: _Count) -> None:
+        rows = count.rows()
+        if not rows:
+            return
+        self.observe_ends({block: (seen, held) for block, seen, held, _ in rows})
+        for block, (before, held) in self.running.items():
+            evictions = before - held
             self.evictions.inc(evictions - min(self.evictions_by_block.get(block, 0), evictions))
             self.evictions_by_block[block] = evictions
-        self.tokens.inc(tokens)
-        self.most_seen.set(max(seen, default=0))
-        self.most_held.set(max(held, default=0))
-        self.all_held.set(sum(held))
-        self.bytes.set(len(seen) * self.request_bytes)
+        self.tokens.inc(sum(tokens for *_, tokens in rows))
+        self.most_seen.set(max(seen for _, seen, _, _ in rows))
+        self.most_held.set(max(held for _, _, held, _ in rows))
+        self.all_held.set(sum(held for _, _, held, _ in rows))
+        self.bytes.set(len(rows) * self.request_bytes)
 
     def observe_ends(self, running: dict[int, tuple[int, int]]) -> None:
         """running: tokens read and held of each request of this batch, by block.

@@ -1,0 +1,304 @@
+"""The rows of a batch with several new tokens: which indices they need, worked out once for all layers alike.
+
+Rows whose tokens all fit into their slots need ordinary causal attention: one `Fit` holds many of them. What comes
+beyond is read in chunks, a `Segment` at a time: rows that have as many chunks left. All indices come from numbers that
+the host has and go to the device in one copy, so no layer waits for it. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LOGITS = 1 << 30  # bytes of a chunk's logits, all rows together, that a read may take at most
+TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
+
+
+class Row(NamedTuple):
+    """Some new tokens of one request: where they begin in the batch, how many, and how many came before."""
+
+    number: int  # of the request in the batch
+    start: int
+    size: int
+    seen: int
+
+
+class Sizes(NamedTuple):
+    """What a layer's reads depend on: `room` is the capacity, 0 where even tokens that fit go through chunks."""
+
+    room: int
+    slots: int
+    heads: int
+    slot_bytes: int
+    varlen: bool  # one attention call for rows of any length
+
+    def rows_at_once(self, size: int) -> int:
+        """How many rows with a chunk of `size` tokens are read together."""
+        row = 4 * self.heads * size * (self.slots + size) + 2 * (self.slots + size) * self.slot_bytes
+        return max(1, _LOGITS // row)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rows that fit into their slots. tokens [n] or a slice: their places in the batch; block, slot [n]: where they go.
+
+    begins: blocks that must be empty; ends, next [R]: each row's block and the slot after its last token. Row r's
+    queries begin at query_starts[r], its keys at key_starts[r]. keys: block and slot [K] of every key, where there are
+    earlier ones. padded, where rows are padded for attention: queries [R, T], keys [R, N], a mask [R, 1, T, N] or None,
+    and the padded queries [n] that are real.
+    """
+
+    tokens: Tensor | slice
+    block: Tensor
+    slot: Tensor
+    begins: Tensor | None
+    ends: Tensor
+    next: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    longest: tuple[int, int]
+    keys: tuple[Tensor, Tensor] | None
+    padded: tuple[Tensor, Tensor, Tensor | None, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows read together. blocks, seen [B]; tokens, real [B, T]: places in the batch, and whether there is a token.
+
+    The output of padded token padded[i] belongs to places[i] of the batch. begins: blocks that must be empty first.
+    `filled`: slots at or past this one are surely empty (rows of unequal length leave gaps); `partial`: some row has
+    empty slots.
+    """
+
+    blocks: Tensor
+    seen: Tensor
+    tokens: Tensor
+    real: Tensor | None
+    padded: Tensor
+    places: Tensor
+    begins: bool
+    filled: int
+    partial: bool
+
+
+@dataclass(frozen=True)
+class Reads:
+    fits: list[Fit]
+    segments: list[Segment]
+    chunk: int
+
+
+def plan(blocks: Tensor, rows: list[Row], sizes: Sizes) -> Reads:
+    """blocks [R] of all requests of a batch, on the device; rows: those with tokens to read, on the host."""
+    on_gpu = blocks.device.type != "cpu"
+    chunk = TAILS[-1] if on_gpu else 128
+    fitting, rest = _split(rows, sizes.room)
+    copy = _Copy(blocks.device)
+    fits = [_fit(group, copy, sizes.varlen) for group in _alike(fitting, sizes.varlen)]
+    segments = [_segment(part, copy, sizes, on_gpu) for part in _segments(rest, chunk, sizes, on_gpu)]
+    tensors = copy.send()
+    return Reads(
+        [_make_fit(fit, tensors, blocks) for fit in fits],
+        [_make_segment(segment, tensors, blocks) for segment in segments],
+        chunk,
+    )
+
+
+def _split(rows: list[Row], room: int) -> tuple[list[Row], list[Row]]:
+    """The tokens of each row that fit into its slots, and those that come after."""
+    fitting, rest = [], []
+    for row in rows:
+        size = min(row.size, max(0, room - row.seen))
+        if size:
+            fitting.append(row._replace(size=size))
+        if size < row.size:
+            rest.append(Row(row.number, row.start + size, row.size - size, row.seen + size))
+    return fitting, rest
+
+
+def _alike(rows: list[Row], varlen: bool) -> list[list[Row]]:
+    """Groups of rows for one attention call: all, or those whose padding at most doubles the work."""
+    if varlen:
+        return [rows] if rows else []
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: (row.seen > 0, -row.size)):
+        first = groups[-1][0] if groups else None
+        if first is None or (first.seen > 0) != (row.seen > 0) or 2 * row.size < first.size:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
+def _segments(rows: list[Row], chunk: int, sizes: Sizes, on_gpu: bool) -> list[list[Row]]:
+    """Rows of at most so many at once, cut where one of them has no chunk left; in the order they must be read."""
+    rows = sorted(rows, key=lambda row: -row.size)
+    segments = []
+    while rows:
+        count = sizes.rows_at_once(min(chunk, _width(rows[0].size, on_gpu)))
+        some, rows = rows[:count], rows[count:]
+        ends = sorted({-(-row.size // chunk) * chunk for row in some})
+        for start, end in pairwise([0, *ends]):
+            parts = (_part(row, start, end) for row in some if row.size > start)
+            segments.append(list(parts))
+    return segments
+
+
+def _part(row: Row, start: int, end: int) -> Row:
+    return Row(row.number, row.start + start, min(row.size, end) - start, row.seen + start)
+
+
+class _Copy:
+    """Arrays of numbers that go to the device in one copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arrays: list[Any] = []
+
+    def add(self, arrays: dict[str, Any]) -> dict[str, int]:
+        """Names of arrays -> where `send` returns them."""
+        numbers = {name: len(self.arrays) + number for number, name in enumerate(arrays)}
+        self.arrays.extend(np.asarray(array, dtype=np.int64).ravel() for array in arrays.values())
+        return numbers
+
+    def send(self) -> list[Tensor]:
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self.arrays]))
+        flat = flat.pin_memory() if self.device.type == "cuda" else flat
+        return list(torch.split(flat.to(self.device, non_blocking=True), [len(array) for array in self.arrays]))
+
+
+def _ranges(starts: Any, sizes: Any) -> Any:
+    """start, start + 1, ... for each of the sizes, one after the other."""
+    return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
+
+
+def _columns(rows: list[Row]) -> tuple[Any, ...]:
+    """number, start, size and seen of all rows."""
+    return tuple(np.array(rows, dtype=np.int64).T)
+
+
+class _FitArrays(NamedTuple):
+    requests: int
+    arrays: dict[str, int]
+    longest: tuple[int, int]
+    whole: slice | None
+
+
+def _fit(rows: list[Row], copy: _Copy, varlen: bool) -> _FitArrays:
+    number, start, size, seen = _columns(rows)
+    total, tokens = seen + size, _ranges(start, size)
+    begin, end = int(tokens[0]), int(tokens[-1]) + 1
+    arrays = {
+        "tokens": tokens,
+        "request": np.repeat(number, size),
+        "slot": _ranges(seen, size),
+        "ends": number,
+        "next": total,
+        "begins": number[seen == 0],
+        "query_starts": [0, *np.cumsum(size)],
+        "key_starts": [0, *np.cumsum(total)],
+    }
+    if seen.any():
+        arrays |= {"key_request": np.repeat(number, total), "key_slot": _ranges(0 * total, total)}
+    longest = int(size.max()), int(total.max())
+    if not varlen:
+        arrays |= _padded(size, seen, longest)
+    whole = slice(begin, end) if end - begin == len(tokens) and (np.diff(tokens) == 1).all() else None
+    return _FitArrays(len(rows), copy.add(arrays), longest, whole)
+
+
+def _padded(size: Any, seen: Any, longest: tuple[int, int]) -> dict[str, Any]:
+    """Padding repeats a row's last token: finite, and never looked at."""
+    queries, columns = (np.arange(length) for length in longest)
+    total, row = seen + size, np.arange(len(size))
+    return {
+        "queries": (np.cumsum(size) - size)[:, None] + np.minimum(queries, size[:, None] - 1),
+        "columns": (np.cumsum(total) - total)[:, None] + np.minimum(columns, total[:, None] - 1),
+        "before": seen,
+        "outputs": _ranges(row * longest[0], size),
+    }
+
+
+def _make_fit(fit: _FitArrays, tensors: list[Tensor], blocks: Tensor) -> Fit:
+    part = {name: tensors[number] for name, number in fit.arrays.items()}
+    keys = (blocks[part["key_request"]], part["key_slot"]) if "key_slot" in part else None
+    padded = None
+    if "queries" in part:
+        queries, columns = fit.longest
+        mask = None
+        if keys is not None:
+            last = part["before"][:, None] + torch.arange(queries, device=blocks.device)
+            mask = (torch.arange(columns, device=blocks.device) <= last[:, :, None])[:, None]
+        shapes = part["queries"].view(fit.requests, queries), part["columns"].view(fit.requests, columns)
+        padded = (*shapes, mask, part["outputs"])
+    return Fit(
+        tokens=part["tokens"] if fit.whole is None else fit.whole,
+        block=blocks[part["request"]],
+        slot=part["slot"],
+        begins=blocks[part["begins"]] if len(part["begins"]) else None,
+        ends=blocks[part["ends"]],
+        next=part["next"],
+        query_starts=part["query_starts"].to(torch.int32),
+        key_starts=part["key_starts"].to(torch.int32),
+        longest=fit.longest,
+        keys=keys,
+        padded=padded,
+    )
+
+
+class _SegmentArrays(NamedTuple):
+    shape: tuple[int, int]
+    arrays: dict[str, int]
+    ragged: bool
+    begins: bool
+    filled: int
+    partial: bool
+
+
+def _segment(rows: list[Row], copy: _Copy, sizes: Sizes, on_gpu: bool) -> _SegmentArrays:
+    number, start, size, seen = _columns(rows)
+    width = _width(int(size.max()), on_gpu)
+    arrays = {
+        "requests": number,
+        "seen": seen,
+        "tokens": start[:, None] + np.minimum(np.arange(width), size[:, None] - 1),
+        "sizes": size,
+        "padded": _ranges(np.arange(len(rows)) * width, size),
+        "places": _ranges(start, size),
+    }
+    return _SegmentArrays(
+        shape=(len(rows), width),
+        arrays=copy.add(arrays),
+        ragged=bool((size < width).any()),
+        begins=bool((seen == 0).any()),
+        filled=0 if not on_gpu and not seen.any() else sizes.slots,
+        partial=bool((seen < sizes.slots - 1).any()),
+    )
+
+
+def _width(size: int, on_gpu: bool) -> int:
+    """What a row is padded to: on a GPU whole chunks and a tail of one of the compiled lengths."""
+    if not on_gpu:
+        return size
+    whole, tail = divmod(size, TAILS[-1])
+    return whole * TAILS[-1] + (next(length for length in TAILS if tail <= length) if tail else 0)
+
+
+def _make_segment(segment: _SegmentArrays, tensors: list[Tensor], blocks: Tensor) -> Segment:
+    part = {name: tensors[number] for name, number in segment.arrays.items()}
+    real = torch.arange(segment.shape[1], device=blocks.device) < part["sizes"][:, None] if segment.ragged else None
+    return Segment(
+        blocks=blocks[part["requests"]],
+        seen=part["seen"],
+        tokens=part["tokens"].view(segment.shape),
+        real=real,
+        padded=part["padded"],
+        places=part["places"],
+        begins=segment.begins,
+        filled=segment.filled,
+        partial=segment.partial,
+    )

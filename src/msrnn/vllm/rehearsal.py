@@ -1,0 +1,75 @@
+"""Before vLLM knows how much memory is left for blocks: the largest read, once, on blocks of its own.
+
+vLLM measures the memory of a run without attention. A read takes gigabytes for a moment, and Triton compiles kernels
+when they are first used: both happen here, so that neither comes as a surprise to a request.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.attention import Attention
+from ..core.slots import Slots
+from .batch import StaticInputs, attend, batch_of, sizes_of
+from .block import Layout
+from .reads import TAILS
+
+_rehearsed: dict[tuple[object, ...], int] = {}
+
+
+def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int) -> None:
+    """query [tokens, H, D] ...: of a run with as many tokens as a batch may have; `requests` may run at once.
+
+    Layers alike have the same kernels and memory: only the first is rehearsed.
+    """
+    alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
+    tokens = len(query)
+    if _rehearsed.get(alike, 0) >= tokens:
+        return
+    _rehearsed[alike] = tokens
+    chunk = TAILS[-1]
+    blocks = _blocks(layout, 1, query.device)
+    most = sizes_of(blocks, query, layout.policy, attention).rows_at_once(chunk)
+    rows = max(1, min(most, tokens // chunk, requests))
+    new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
+    for count, size in ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows})):
+        _read(_blocks(layout, count, query.device), layout, new, attention, output, size)
+    _step(_blocks(layout, 1, query.device), layout, new, attention, output, min(requests, tokens))
+
+
+def _blocks(layout: Layout, count: int, device: torch.device) -> Slots:
+    """Blocks whose slots are all in use but the last."""
+    blocks = layout.carve(torch.zeros(count, layout.nbytes, dtype=torch.uint8, device=device))
+    slots = blocks.positions.shape[2]
+    blocks.positions.copy_(torch.arange(slots, device=device).expand_as(blocks.positions))
+    blocks.positions[:, :, -1] = -1
+    blocks.next.fill_(slots - 1)
+    return blocks
+
+
+def _read(
+    blocks: Slots, layout: Layout, new: tuple[Tensor, Tensor, Tensor], attention: Attention, output: Tensor, size: int
+) -> None:
+    """Every block's request reads `size` tokens: as one that begins, and as one that has read many."""
+    device, count, tokens = output.device, len(blocks.keys), len(output)
+    size = max(2, min(size, tokens // count)) if tokens > 1 else 1
+    starts = [min(tokens, size * row) for row in range(count + 1)]
+    index = torch.arange(count, device=device)
+    for before in (0, blocks.positions.shape[2]):
+        seen = [before] * count
+        batch = batch_of(index, torch.tensor(seen, device=device), starts, seen)
+        attend(blocks, batch, *new, layout.policy, attention, output)
+
+
+def _step(
+    blocks: Slots, layout: Layout, new: tuple[Tensor, Tensor, Tensor], attention: Attention, output: Tensor, most: int
+) -> None:
+    """One token of so many requests, for every number that may get kernels of its own; all of them in one block."""
+    device, seen = output.device, blocks.positions.shape[2]
+    inputs = StaticInputs(most, device)
+    for count in sorted({*range(1, min(most, 300) + 1), most}):
+        zeros = torch.zeros(count, dtype=torch.int64, device=device)
+        rows = inputs.put(zeros, zeros + seen)
+        batch = batch_of(*rows, list(range(count + 1)), [seen] * count)
+        attend(blocks, batch, *new, layout.policy, attention, output)
