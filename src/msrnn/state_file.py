@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.slots import TENSORS, Slots
-from .hf.cache import BoundedCache, BoundedLayer
-from .hf.geometry import Unsupported
+from .core.checks import fault
+from .core.slots import TENSORS, Slots, unit_count
+from .hf.cache import BoundedCache
+from .hf.geometry import Geometry, Unsupported, geometry
 from .hf.identity import model_identity
-from .policy import parse_policy
+from .policy import Policy, parse_policy
 from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"
 _OPTIONAL = ("scores", "gains")
+_OWNER = ("dtype", "policy", "prompt mode", "model")  # what a state belongs to, in the order mismatches are told in
 
 
 class StateError(ValueError):
@@ -33,11 +35,15 @@ class StateError(ValueError):
 def save_state(
     path: str | Path, cache: BoundedCache, tokens: Sequence[int] | None = None, notes: dict[str, str] | None = None
 ) -> None:
+    cache.check()
     slots = [layer.slots for layer in cache.bounded if layer.slots is not None]
     if not slots:
         raise StateError("this state has read nothing yet; there is nothing to save")
     if len(slots) != len(cache.layers):
         raise Unsupported("this model has layers without keys and values, whose state msrnn cannot save yet")
+    for layer, policy, one in zip(geometry(cache.model), cache.plan.policies, slots, strict=True):
+        if message := fault(one, policy, layer.window):
+            raise StateError(f"this state is damaged, so it is not saved: in layer {layer.index} {message}")
     tensors = {f"{i}.{name}": t.cpu().contiguous() for i, s in enumerate(slots) for name, t in s.tensors().items()}
     tensors["counts"] = torch.tensor([[-1 if s.limit is None else s.limit, s.fed] for s in slots])
     if tokens is not None:
@@ -51,17 +57,31 @@ def save_state(
 
 def load_state(path: str | Path, cache: BoundedCache) -> None:
     """Fill an empty cache from a file that was saved for the same model, policy and dtype."""
-    about, tensors = read_state_file(path)
+    layers = geometry(cache.model)
+    about, tensors = _read(path)
     for name, ours in _owner(cache).items():
-        if about.get(name) != ours:
-            raise StateError(f"{path} was made for another {name}: {_show(about.get(name))}, not {_show(ours)}")
-    for index, layer in enumerate(cache.bounded):
-        layer.slots = _slots(path, index, tensors, layer)
-        layer.is_initialized = True
+        if about[name] != ours:
+            raise StateError(f"{path} was made for another {name}: {_show(about[name])}, not {_show(ours)}")
+    slots = _check(path, cache.plan.policies, tensors, [layer.window for layer in layers])
+    for index, (one, layer) in enumerate(zip(slots, layers, strict=True)):
+        _check_shape(path, index, one, layer, cache)
+    for one, bounded in zip(slots, cache.bounded, strict=True):
+        bounded.slots, bounded.is_initialized = one, True
 
 
 def read_state_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and tensors of a state file, once it is known to be whole and unaltered."""
+    """The metadata and tensors of a state file, once it is known to be whole, unaltered and possible.
+
+    For a model without sliding windows: those that vLLM runs.
+    """
+    about, tensors = _read(path)
+    policies = _policies(path, about["policy"])
+    _check(path, policies, tensors, [None] * len(policies))
+    return about, tensors
+
+
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and tensors, unaltered since they were saved."""
     if not Path(path).is_file():
         raise StateError(f"{path} is not a file; save a state there first")
     try:
@@ -72,38 +92,101 @@ def read_state_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]
         raise StateError(f"{path} is not a state file of this version of msrnn; save it again")
     if about.pop("digest", None) != _digest(about, tensors):
         raise StateError(f"{path} was altered after it was saved: its contents do not match its checksum")
+    missing = [name for name in _OWNER if name not in about]
+    if missing:
+        raise StateError(f"{path} does not say which {missing[0]} it is for; save the state again")
     return about, tensors
 
 
-def _slots(path: str | Path, index: int, tensors: dict[str, Tensor], layer: BoundedLayer) -> Slots:
+def _check(
+    path: str | Path, policies: Sequence[Policy], tensors: dict[str, Tensor], windows: Sequence[int | None]
+) -> list[Slots]:
+    """The slots of every layer; a checksum proves no good will, so what kernels rely on is checked here."""
+    layers = [_slots(path, index, tensors, len(policies)) for index in range(len(policies))]
+    names = {f"{index}.{name}" for index in range(len(policies)) for name in TENSORS} | {"counts", "tokens"}
+    if unknown := sorted(set(tensors) - names):
+        raise StateError(f"{path} holds {unknown[0][:60]!r}, which no state of {len(policies)} layers has")
+    for index, (slots, policy, window) in enumerate(zip(layers, policies, windows, strict=True)):
+        if message := fault(slots, policy, window):
+            raise StateError(f"{path} cannot be used: in layer {index} {message}")
+    _check_together(path, layers, tensors.get("tokens"))
+    return layers
+
+
+def _check_together(path: str | Path, layers: list[Slots], tokens: Tensor | None) -> None:
+    """All layers have read the same."""
+    first = layers[0]
+    for index, slots in enumerate(layers):
+        if slots.fed != first.fed or not torch.equal(slots.seen, first.seen):
+            raise StateError(f"{path} cannot be used: layers 0 and {index} have not read the same number of tokens")
+    if tokens is None:
+        return
+    if tokens.dtype != torch.int64 or tokens.ndim != 1 or [len(tokens)] != first.seen.tolist() or int(tokens.min()) < 0:
+        raise StateError(f"{path} cannot be used: its tokens are not the {first.seen.tolist()} that were read")
+
+
+def _check_shape(path: str | Path, index: int, slots: Slots, layer: Geometry, cache: BoundedCache) -> None:
+    """The layer's heads, their size, and the dtype are the model's."""
+    shards = getattr(cache.model, "tp_size", None) or 1
+    heads, kv_heads = layer.heads // shards, max(1, layer.kv_heads // shards)
+    stored = max(kv_heads, unit_count(cache.plan[index], heads, kv_heads))
+    shape, ours = (slots.keys.shape[1], slots.keys.shape[3]), (stored, layer.head_size)
+    if shape not in (ours, (heads, layer.head_size)):  # some configs name KV heads that their models do not have
+        raise StateError(f"{path} cannot be used: layer {index} has {shape} heads and their size, the model {ours}")
+    if slots.keys.dtype != cache.model.dtype:
+        raise StateError(f"{path} cannot be used: layer {index} is {slots.keys.dtype}, not {cache.model.dtype}")
+
+
+def _policies(path: str | Path, text: str) -> list[Policy]:
+    """One policy per layer, from the file's metadata."""
+    try:
+        texts = json.loads(text)
+        if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+            raise ValueError("a list of texts was expected")
+        known = {one: parse_policy(one) for one in set(texts)}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StateError(f"{path} has no valid policies: {_brief(str(error))}") from error
+    return [known[one] for one in texts]
+
+
+def _slots(path: str | Path, index: int, tensors: dict[str, Tensor], layers: int) -> Slots:
     named: dict[str, Any] = {name: tensors.get(f"{index}.{name}") for name in TENSORS}
     missing = [name for name, tensor in named.items() if tensor is None and name not in _OPTIONAL]
     if missing or "counts" not in tensors:
         raise StateError(f"{path} has no {', '.join(missing or ['counts'])} for layer {index}; save the state again")
-    limit, fed = tensors["counts"][index].tolist()
+    counts = tensors["counts"]
+    if counts.dtype != torch.int64 or counts.shape != (layers, 2):
+        raise StateError(f"{path} has counts {tuple(counts.shape)} for {layers} layers; save the state again")
+    limit, fed = counts[index].tolist()
     return Slots(**named, limit=None if limit < 0 else limit, fed=fed)
 
 
 def _owner(cache: BoundedCache) -> dict[str, str]:
-    """What a state belongs to, in the order in which a mismatch is reported."""
     policies = json.dumps([str(policy) for policy in cache.plan.policies])
     identity = model_identity(cache.model)
-    return {"dtype": str(cache.model.dtype), "policy": policies, "prompt mode": cache.prompt, "model": identity}
+    return dict(zip(_OWNER, (str(cache.model.dtype), policies, cache.prompt, identity), strict=True))
 
 
 def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name}{tensors[name].dtype}{tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].view(torch.uint8).numpy().tobytes() if tensors[name].numel() else b"")
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _show(text: str | None) -> str:
+def _show(text: str) -> str:
     """A policy per layer is shown once if all are the same."""
-    if text and text.startswith("["):
-        policies = json.loads(text)
-        if len(set(policies)) == 1:
-            return str(policies[0])
-        return f"{len(policies)} layers, {parse_policy(policies[0])} to {parse_policy(policies[-1])}"
-    return text or "unknown"
+    try:
+        policies = json.loads(text) if text.startswith("[") else None
+    except (ValueError, RecursionError):
+        policies = None
+    if not isinstance(policies, list) or not policies or not all(isinstance(one, str) for one in policies):
+        return _brief(text)
+    if len(set(policies)) == 1:
+        return _brief(policies[0])
+    return _brief(f"{len(policies)} layers, {policies[0]} to {policies[-1]}")
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -65,6 +65,6 @@ def load_tensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             about = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(str(error)) from error
+    except (SafetensorError, OSError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(" ".join(str(error).split())[:200]) from error  # also dtypes that this torch does not have
     return about, tensors
