@@ -127,7 +127,10 @@ class RNNState:
     def cache(self) -> BoundedCache:
         """The same memory as transformers' `past_key_values`."""
         if self._cache is None:
-            raise StateError("this state has moved on; use the one that step returned, or fork() before stepping")
+            raise StateError(
+                "this state has moved on; use the one that step returned, or fork() before stepping. If that step was "
+                "cut off, begin again"
+            )
         return self._cache
 
     def take(self, batch: int) -> BoundedCache:
@@ -161,6 +164,7 @@ class RNNState:
 
     @property
     def trace(self) -> Trace:
+        self.cache.check()
         recorders = [layer.recorder for layer in self.cache.bounded]
         if None in recorders:
             raise StateError("this state keeps no trace; begin with rnn.start(trace=True)")
@@ -169,6 +173,7 @@ class RNNState:
 
     def fork(self) -> RNNState:
         """A second state from this point; each goes its own way."""
+        self.cache.check()
         twin = copy.copy(self.cache)
         twin.layers = [_fork_layer(layer) for layer in self.cache.layers]
         return RNNState(twin)

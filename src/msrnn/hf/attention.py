@@ -8,6 +8,10 @@ to them and pass for bounded.
 
 from __future__ import annotations
 
+import copy
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from .cache import BoundedLayer
 
 NAME = "msrnn"
+_lock = threading.Lock()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -42,9 +47,13 @@ def prepare(model: PreTrainedModel) -> None:
         raise Unsupported(f"{name} does not use transformers' AttentionInterface; msrnn cannot bound it")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-    if any(isinstance(getattr(hook, "__self__", None), _Switch) for hook in model._forward_pre_hooks.values()):
+    hooked = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    switch = next((one for one in hooked if isinstance(one, _Switch)), None)
+    if switch is not None:
+        _switches[id(switch.config)] = switch
         return
     switch = _Switch(text_config(model))
+    _switches[id(switch.config)] = switch
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(switch.enter, prepend=True, with_kwargs=True)
@@ -52,38 +61,61 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 class _Switch:
-    """Our name in the model's config, from the start to the end of a call with a bounded cache."""
+    """Our name in the model's config, from the start to the end of a call with a bounded cache.
+
+    PyTorch runs no hook at the end of a call that KeyboardInterrupt cuts off. What such a call has left here goes when
+    its module is called again.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self.config, self.depth = config, 0
+        self.config = config
         self.before: str | None = None
+        self.calls: dict[int, list[tuple[PreTrainedModel, Any]]] = {}  # those under way, by thread
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Switch:
+        return _Switch(copy.deepcopy(self.config, memo))
 
     def enter(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = _bounded_cache(args, kwargs)
-        if cache is not None:
-            self._enter(cache)
+        if cache is not None or self.calls:
+            self._enter(module, cache)
 
     def leave(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = _bounded_cache(args, kwargs)
-        if cache is not None:
-            self._leave(cache)
+        if _bounded_cache(args, kwargs) is not None:
+            self._leave(module)
+
+    @property
+    def active(self) -> bool:
+        """Whether this thread is in a call with a bounded cache."""
+        return threading.get_ident() in self.calls
 
     @outside_graphs
-    def _enter(self, cache: Any) -> None:
+    def _enter(self, module: PreTrainedModel, cache: Any) -> None:
+        self._leave(module)  # a call of this module that never came to its end
+        if cache is None:
+            return
         if not same_shape(cache.config, self.config):
             raise BoundIgnored("this cache was made for another model; make one with msrnn.cache(model, policy)")
-        if self.depth == 0:
-            self.before, self.config._attn_implementation = self.config._attn_implementation, NAME
-        self.depth += 1
-        cache.calls += 1
+        cache.check()
+        with _lock:
+            if not self.calls:
+                self.before, self.config._attn_implementation = self.config._attn_implementation, NAME
+            self.calls.setdefault(threading.get_ident(), []).append((module, cache))
+            cache.calls += 1
 
     @outside_graphs
-    def _leave(self, cache: Any) -> None:
-        if self.depth > 0:
-            self.depth -= 1
-            cache.calls -= 1
-            if self.depth == 0:
-                self.config._attn_implementation = self.before
+    def _leave(self, module: PreTrainedModel) -> None:
+        thread = threading.get_ident()
+        with _lock:
+            for place, (other, cache) in enumerate(self.calls.get(thread, ())):
+                if other is module:
+                    cache.calls -= 1
+                    del self.calls[thread][place]
+                    break
+            if not self.calls.get(thread, True):
+                del self.calls[thread]
+                if not self.calls:
+                    self.config._attn_implementation = self.before
 
 
 def _bounded_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,9 +126,22 @@ def _bounded_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def mask(*_: Any, **arguments: Any) -> DeferredMask:
+# by the id of their config, which lives as long as they do
+_switches: weakref.WeakValueDictionary[int, _Switch] = weakref.WeakValueDictionary()
+
+
+def _own_name(config: Any) -> str | None:
+    """The model's own attention, if another thread than this one has put our name in the config."""
+    switch = _switches.get(id(config))
+    return None if switch is None or switch.active else switch.before
+
+
+def mask(*positional: Any, **arguments: Any) -> Any:
     """The registered mask function."""
-    return DeferredMask(arguments)
+    own = _own_name(arguments.get("config"))
+    if own is None:
+        return DeferredMask(arguments)
+    return AttentionMaskInterface()[own](*positional, **arguments) if own in AttentionMaskInterface() else None
 
 
 @dataclass
@@ -187,14 +232,25 @@ def attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Any]:
     """The registered attention function: the recurrence. query [B, H, T, D] -> [B, T, H, V]."""
     if not isinstance(key, Pending):
+        options = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window, "is_causal": is_causal}
+        options = kwargs | {name: option for name, option in options.items() if option is not None}
+        return _own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(key.layer, query, attention_mask, Attention(scale, softcap, None, s_aux), dropout, is_causal, kwargs)
+
+
+def _own_attention(module: torch.nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, Any]:
+    """The model's own attention, for a call in another thread than the one that put our name in the config."""
+    own = _own_name(getattr(module, "config", None))
+    if own is None:
         raise BoundIgnored(
             "the model dropped the bounded cache it was given (gradient checkpointing does, in training)"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend(key.layer, query, attention_mask, Attention(scale, softcap, None, s_aux), dropout, is_causal, kwargs)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return cast("tuple[Tensor, Any]", AttentionInterface().get_interface(own, eager)(module, *tensors, **options))
 
 
 @outside_graphs
@@ -209,7 +265,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Check the call, then the recurrence, in the layout that models expect: [B, T, H, V]."""
     _check(layer, mask, dropout, is_causal, extra)
+    layer.busy = True  # stays if this is cut off
     output = layer.attend(query, replace(attention, window=mask.window), mask.real(query.shape[2]))
+    layer.busy = False
     if torch.is_grad_enabled() and query.requires_grad:
         output.requires_grad_().register_hook(_no_gradient)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
