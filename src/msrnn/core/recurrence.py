@@ -301,7 +301,8 @@ def _drop_lowest(expiry: Tensor, scores: Tensor, positions: Tensor, now: Tensor,
     free = alive & (positions >= policy.first) & (positions <= now - policy.last)
     excess = (alive.sum(-1, keepdim=True) - policy.capacity).clamp(min=0)
     by_age = positions.argsort(dim=-1, stable=True)
-    ranked = scores.masked_fill(~free, torch.inf).gather(2, by_age).argsort(dim=-1, stable=True)
+    most = torch.finfo(scores.dtype).max  # for a score that is no number: behind all others that are free
+    ranked = scores.nan_to_num(most, most).masked_fill(~free, torch.inf).gather(2, by_age).argsort(dim=-1, stable=True)
     order = by_age.gather(2, ranked)
     rank = torch.arange(order.shape[2], device=order.device).expand_as(order)
     dropped = torch.zeros_like(alive).scatter_(2, order, rank < excess)

@@ -140,7 +140,7 @@ def scan_unit(  # type: ignore[no-untyped-def]
                 weights[b, h, c, :] = 0
                 totals[b, h, c] = 1
             continue
-        if newcomer[now] < 0:  # positions that do not belong to these steps: nothing may be written by them
+        if now < 0 or now >= rows or newcomer[now] < 0:  # positions of other steps: nothing may be written by them
             failed[b, u] = True
             return
         alive[newcomer[now]] = 1

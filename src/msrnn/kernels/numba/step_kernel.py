@@ -302,15 +302,20 @@ def _decide(w, weights, positions, scores, gains, spot, now):
 
 @_jit
 def _victim(scores, positions, first, newest):
-    """The free slot with the lowest score, the older of equals."""
-    victim = -1
+    """The free slot with the lowest score, the older of equals; a score that is no number counts as the highest.
+
+    Where none is free (positions that no text has), any that is held: the bound holds whatever the numbers.
+    """
+    victim, any_held, lowest = -1, 0, np.inf
     for n in range(len(scores)):
+        if positions[n] >= 0:
+            any_held = n
         if positions[n] < first or positions[n] < 0 or positions[n] > newest:
             continue
-        lower = victim < 0 or scores[n] < scores[victim]
-        if lower or (scores[n] == scores[victim] and positions[n] < positions[victim]):
-            victim = n
-    return victim
+        score = np.inf if np.isnan(scores[n]) else scores[n]
+        if victim < 0 or score < lowest or (score == lowest and positions[n] < positions[victim]):
+            victim, lowest = n, score
+    return victim if victim >= 0 else any_held
 
 
 @_jit

@@ -74,12 +74,16 @@ def _softmax(logits: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _victim(scores: Tensor, positions: Tensor, staying: Tensor, now: Tensor, policy: Policy) -> Tensor:
-    """[B, U, N], true at the free column with the lowest score, the older of equals, where too many are held."""
+    """[B, U, N], true at the free column with the lowest score, the older of equals, where too many are held.
+
+    A score that is no number counts as the highest.
+    """
     if policy.capacity is None:
         return torch.zeros_like(staying)
     full = staying.sum(-1, keepdim=True) > policy.capacity
     free = staying & (positions >= policy.first) & (positions <= now - policy.last)
-    ranked = scores.masked_fill(~free, torch.inf)
+    free = torch.where(free.any(-1, keepdim=True), free, staying)  # positions that no text has: the bound still holds
+    ranked = scores.masked_fill(~free | scores.isnan(), torch.inf)
     lowest = free & (ranked == ranked.amin(-1, keepdim=True))
     oldest = positions.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True)
     return torch.zeros_like(staying).scatter_(-1, oldest, True) & full

@@ -254,7 +254,10 @@ def _decide(
                     weights, totals, position, gains, victim, row, heads, rows, columns, GAINS, GROUP, WIDE, SOME, MOST
                 )
             score = tl.where(step >= 0, keep * score + mean_now, score)
-            _, _, at = tl.reduce((tl.where(free, score, float("inf")), position, n), 0, _lowest)
+            # a score that is no number counts as the highest; where none is free, no column outside may be named
+            ranked = tl.where(free & (score == score), score, float("inf"))
+            _, _, at = tl.reduce((ranked, tl.where(free, position, _GONE), n), 0, _lowest)
+            at = tl.minimum(at, columns - 1)
         position = tl.where(full & (n == at), _GONE, position)
         victim = tl.where(full & (j == row - start + ROWS), at, victim)
         gone += full.to(tl.int32)

@@ -333,7 +333,10 @@ def _choose(
         staying, lasting = staying & (born > now + 1 - window), lasting & (window > 1)
     full = tl.sum(staying.to(tl.int32), 0) + lasting.to(tl.int32) > capacity
     free = staying & (born >= first) & (born <= now - last)
-    ranked = tl.where(free, score, float("inf"))
+    # where nothing is free (positions that no text has) anything may leave: the bound holds whatever the numbers
+    choice = (tl.max(free.to(tl.int32), 0) > 0) | (lasting & (now >= first) & (last == 0))
+    free = tl.where(choice, free, staying)
+    ranked = tl.where(free & (score == score), score, float("inf"))  # a score that is no number counts as the highest
     lowest, _, place = tl.reduce((ranked, tl.where(free, born, UNLIMITED), at), 0, _lowest)
     newest = lasting & (now >= first) & (last == 0) & (new < lowest)
     gone = (born >= 0) & (~staying | (full & ~newest & free & (at == place)))
