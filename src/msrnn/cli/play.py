@@ -43,15 +43,22 @@ def add(commands: Commands) -> None:
 def run(arguments: Namespace) -> None:
     from ..play.runs import Limits, check_policy
     from ..play.server import make_server, serve
+    from ..policy import split_policy
 
     profiles = offered_profiles(arguments.profile)
-    check_policy(arguments.policy, Limits(), profiles)
+    rules = (split_policy(arguments.policy).kind.split(",")[0],)
+    check_policy(arguments.policy, Limits(), profiles, rules)
     if arguments.port > 65535:
         raise ValueError(f"--port {arguments.port} is too large; ports end at 65535")
     settings = {"host": arguments.host, "port": arguments.port, "allowed": tuple(arguments.allow_host)}
     try:
         server = make_server(
-            _loader(arguments), model=arguments.model, policy=arguments.policy, profiles=profiles, **settings
+            _loader(arguments),
+            model=arguments.model,
+            policy=arguments.policy,
+            profiles=profiles,
+            rules=rules,
+            **settings,
         )
     except OSError as error:
         where = f"{arguments.host}:{arguments.port}"
@@ -59,7 +66,10 @@ def run(arguments: Namespace) -> None:
     print(f"msrnn: the playground is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     if not arguments.no_browser:
         threading.Timer(0.3, webbrowser.open, [server.url]).start()
-    serve(server)
+    try:
+        serve(server)
+    except KeyboardInterrupt:  # the usual way to end it
+        print("\nmsrnn: the playground has ended", file=sys.stderr)
 
 
 def _loader(arguments: Namespace) -> Any:

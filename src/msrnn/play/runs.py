@@ -63,8 +63,8 @@ class Settings:
     speed: float | None  # tokens per second, None: as fast as it goes
 
     @classmethod
-    def parse(cls, request: Any, limits: Limits, profiles: tuple[str, ...]) -> Settings:
-        """From a page's JSON; refuses what no model could run."""
+    def parse(cls, request: Any, limits: Limits, profiles: tuple[str, ...], rules: tuple[str, ...] = ()) -> Settings:
+        """From a page's JSON; refuses what no model could run. `profiles` and `rules` are the files it may name."""
         if not isinstance(request, dict):
             raise Refused("the request is not a JSON object")
         kind, text = request.get("kind", "text"), request.get("text", "")
@@ -76,7 +76,7 @@ class Settings:
         if not isinstance(policies, list) or not 1 <= len(policies) <= limits.policies:
             raise Refused(f"give one or {limits.policies} policies")
         for policy in policies:
-            check_policy(policy, limits, profiles)
+            check_policy(policy, limits, profiles, rules)
         model = request.get("model")
         if model is not None and (not isinstance(model, str) or len(model) > 300):
             raise Refused("a model is the name of a hub model, a folder or a .gguf file")
@@ -108,14 +108,14 @@ def check_text(text: Any, limits: Limits) -> None:
         raise Refused("this text has broken characters (lone surrogates); save it as UTF-8 and try again")
 
 
-def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...]) -> None:
-    """Refuse a policy that cannot run, or one that would take the whole memory."""
+def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tuple[str, ...] = ()) -> None:
+    """Refuse a policy that cannot run, names a file it may not, or would take the whole memory."""
     if not isinstance(text, str) or len(text) > 200:
         raise Refused("a policy is a short text such as tova:256")
     kind, profile = split_policy(text).kind, split_policy(text).profile
-    if any(
-        mark in kind.split(",")[0] for mark in ("/", "\\", ".py")
-    ):  # a rule is code: only the owner of the server may name a file
+    name = kind.split(",")[0]
+    # a rule in a file is code to run: only who started the server may name one
+    if name not in rules and any(mark in name for mark in ("/", "\\", ".py")):
         raise Refused(
             f"{text!r} names a file; the page takes policies by name only, e.g. tova:256 or key_difference:256"
         )

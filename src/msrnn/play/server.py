@@ -89,10 +89,12 @@ class Server(ThreadingHTTPServer):
         allowed: tuple[str, ...] = (),
         policy: str = "tova:256",
         profiles: tuple[str, ...] = (),
+        rules: tuple[str, ...] = (),
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
-        self.scheduler, self.policy, self.profiles, self.closing = scheduler, policy, profiles, False
+        self.scheduler, self.policy, self.profiles, self.rules = scheduler, policy, profiles, rules
+        self.closing = False
         bracketed = f"[{host}]" if ":" in host else host
         self.allowed = {*LOOPBACK, bracketed.lower(), *(name.lower() for name in allowed)}
         self.wildcard = host in ("0.0.0.0", "::")  # addresses are then not known; names still are
@@ -243,6 +245,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self._headers({"Content-Type": "text/event-stream; charset=utf-8", "Connection": "close"})
         self.close_connection = True
+        if self.command == "HEAD":
+            return
         run.watch()
         try:
             self._follow(run, sent)
@@ -291,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/api/runs":
             if not self.server.starts.take(self.client_address[0]):
                 raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, "too many runs were started; wait a few seconds")
-            settings = Settings.parse(request, scheduler.limits, self.server.profiles)
+            settings = Settings.parse(request, scheduler.limits, self.server.profiles, self.server.rules)
             if settings.model not in (None, scheduler.model) and not self.server.model_change:
                 raise Refused("this server reads with its own model only")
             run = scheduler.submit(settings)
@@ -317,11 +321,17 @@ class Handler(BaseHTTPRequestHandler):
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, "requests must say their length")
         if int(length) > BODY:
             limit = f"{BODY >> 20} MiB"
+            self._discard(min(int(length), 8 * BODY))
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the text is larger than {limit}; cut it")
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):
             raise HttpError(HTTPStatus.BAD_REQUEST, "the request is not JSON") from None
+
+    def _discard(self, size: int) -> None:
+        """Read what nobody wants: a browser listens to the answer only once it has sent all."""
+        while size > 0 and (part := self.rfile.read(min(size, 1 << 16))):
+            size -= len(part)
 
     # answers
 

@@ -439,6 +439,10 @@ class LivePage {
     const speed = Number($("speed").value) || null;
     const model = $("model").value.trim() || null;
     const request = { kind: this.kind, text: this.kind === "chat" ? "" : $("source").value, policies, full: $("full").checked, model, speed };
+    if (request.text.length > this.info.limits.characters) {
+      this.app.alert(`The text has ${countOf(request.text.length)} characters, the playground takes ${countOf(this.info.limits.characters)}; cut it, or read it all with msrnn trace.`);
+      return;
+    }
     $("start").disabled = true;
     this.app.alert("");
     try {
