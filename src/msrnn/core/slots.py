@@ -93,8 +93,8 @@ class Slots:
     scores [B, U, S] and gains [B, G, S] where the policy needs them. G counts the stored heads: the KV heads, or every
     query head where each decides on its own. `next` is the empty slot where the next token goes. `seen` counts the real
     tokens of each row, -1 for an idle row of a static batch. On the host: `limit` is the number of slots (None: grows),
-    `fed` counts the columns so far, padding included. With `rows` [B], sequence i is number rows[i] of all tensors but
-    `seen`: a batch of vLLM's blocks.
+    `fed` counts the columns so far, padding included, and where that is `packed_at` the last slot is empty, as after a
+    read. With `rows` [B], sequence i is number rows[i] of all tensors but `seen`: a batch of vLLM's blocks.
     """
 
     keys: Tensor
@@ -106,6 +106,7 @@ class Slots:
     gains: Tensor | None = None
     limit: int | None = None
     fed: int = 0
+    packed_at: int = -1
     rows: Tensor | None = None
 
     @classmethod
@@ -130,7 +131,9 @@ class Slots:
     @property
     def filled(self) -> int:
         """Slots at or past this one are empty in every row."""
-        return self.fed if self.limit is None else min(self.fed, self.limit)
+        if self.limit is None:
+            return self.fed
+        return min(self.fed, self.limit - (self.packed_at == self.fed))
 
     @property
     def held(self) -> Tensor:

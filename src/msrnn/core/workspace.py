@@ -49,9 +49,7 @@ class Workspace:
     def pack(self) -> None:
         """Move the last slot's row into the empty slot that a step has left: round sizes make fast matmuls."""
         if self.used == self.slots.limit:
-            staying = torch.full_like(self.positions[:, :, : self.used], NEVER)
-            staying.masked_fill_(self.positions[:, :, : self.used] < 0, -1)
-            self.evict(staying, None)
+            self.evict(torch.where(self.positions[:, :, : self.used] < 0, -1, NEVER), None)
 
     def add(self, key: Tensor, value: Tensor, steps: Tensor) -> None:
         """A chunk's rows go behind the rest. key [B, G, C, D], value [B, G, C, V], steps [B, C]."""
@@ -84,7 +82,8 @@ class Workspace:
             slots.scores[:, :, used] = self.scores[:, :, used]
         if slots.gains is not None and self.gains is not None:
             slots.gains[:, :, used] = self.gains[:, :, used]
-        slots.next.copy_(lowest_empty(slots.positions))
+        slots.next.copy_(lowest_empty(slots.positions) if slots.limit is None else slots.positions.argmin(-1))
+        slots.packed_at = slots.fed
 
 
 def _copy(name: str, rows: Tensor, used: int, room: int) -> Tensor:

@@ -90,7 +90,7 @@ class LaneLayer(BoundedLayer):
         """Begin again from slots that were filled elsewhere, in the same memory."""
         for name, ours in self.shared.tensors().items():
             ours.copy_(slots.tensors()[name])
-        self.shared.fed = slots.fed
+        self.shared.fed, self.shared.packed_at = slots.fed, slots.packed_at
         self.space.open()
 
     def result(self) -> Slots:
