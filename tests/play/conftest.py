@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from msrnn.play.runs import Limits
 from msrnn.play.server import Server, make_server, serve
+from msrnn.play.settings import Limits
 from tests.support import tiny_eval
 
 TEMPLATE = (

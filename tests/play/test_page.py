@@ -11,7 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from msrnn.play import runs
-from msrnn.play.runs import Limits
+from msrnn.play.settings import Limits
 from tests.support.tiny_eval import prose
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from msrnn.play import runs
-from msrnn.play.runs import Limits
 from msrnn.play.server import Bucket
+from msrnn.play.settings import Limits
 from tests.play.conftest import finished
 
 

@@ -41,8 +41,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    from ..play.runs import Limits, check_policy
     from ..play.server import make_server, serve
+    from ..play.settings import Limits, check_policy
     from ..policy import split_policy
 
     profiles = offered_profiles(arguments.profile)

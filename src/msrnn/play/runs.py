@@ -1,135 +1,29 @@
-"""Runs and their queue: one worker thread computes, first come first served; pages only watch.
+"""A run: one text or chat, read in pieces; everything it has to say is kept as messages.
 
-A run keeps every message it has published, so a page that reloads or comes late catches up from the beginning. A run
-that nobody watches any more is stopped and dropped after a few seconds.
+A page that reloads or comes late catches up from the first message. A run that nobody watches any more is stopped and
+dropped after a few seconds. The worker thread of `scheduler` calls `work`; the server's threads call everything else.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from ..budgets.profile import plan_for, read_profile
-from ..policy import parse_policy, split_policy
 from .ask import Answer, by_attention, by_words
-from .reading import MAX_TOKENS, MODEL, PIECE, TEMPLATE, TEXT, USER, Message, Reading
+from .reading import MODEL, PIECE, TEMPLATE, TEXT, USER, Message, Reading
+from .settings import Limits, Refused, Settings, speed_of
 from .tokens import TokenText, encode_text, template
 
 GRACE = 10.0  # seconds that a run outlives its last page: a reload takes less
 HOLD = 600.0  # the same for a page that has told that it is in the background
 ASKING = "Answer this question about the text in one short sentence:"  # small models recite the text otherwise
 REPLY = 256  # tokens of a chat's answer at most
-NICE = 2  # the worker yields to the browser a little; much more would starve it on a busy machine
-
-
-class Refused(ValueError):
-    """Input that cannot be used; the message is for the page."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one server gives to all its pages."""
-
-    tokens: int = MAX_TOKENS
-    characters: int = 1_000_000
-    capacity: int = 16_384
-    policies: int = 2
-    runs: int = 8
-    full_tokens: int = 8_192  # full attention reads no further: its cache and time grow
-    question: int = 2_000  # characters
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a page asked for."""
-
-    kind: str  # "text" or "chat"
-    text: str
-    policies: tuple[str, ...]
-    full: bool
-    model: str | None
-    speed: float | None  # tokens per second, None: as fast as it goes
-
-    @classmethod
-    def parse(cls, request: Any, limits: Limits, profiles: tuple[str, ...], rules: tuple[str, ...] = ()) -> Settings:
-        """From a page's JSON; refuses what no model could run. `profiles` and `rules` are the files it may name."""
-        if not isinstance(request, dict):
-            raise Refused("the request is not a JSON object")
-        kind, text = request.get("kind", "text"), request.get("text", "")
-        if kind not in ("text", "chat"):
-            raise Refused(f"unknown kind of run {kind!r}; allowed: text, chat")
-        if kind == "text":
-            check_text(text, limits)
-        policies = request.get("policies")
-        if not isinstance(policies, list) or not 1 <= len(policies) <= limits.policies:
-            raise Refused(f"give one or {limits.policies} policies")
-        for policy in policies:
-            check_policy(policy, limits, profiles, rules)
-        model = request.get("model")
-        if model is not None and (not isinstance(model, str) or len(model) > 300):
-            raise Refused("a model is the name of a hub model, a folder or a .gguf file")
-        full = bool(request.get("full", True))
-        return cls(kind, text if kind == "text" else "", tuple(policies), full, model or None, speed_of(request))
-
-
-def speed_of(request: dict[str, Any]) -> float | None:
-    speed = request.get("speed")
-    if speed is None:
-        return None
-    if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0.1 <= speed <= 1e6:
-        raise Refused(f"speed is {speed!r}; it must lie from 0.1 to 1,000,000 tokens per second")
-    return float(speed)
-
-
-def check_text(text: Any, limits: Limits) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise Refused("there is no text to read; paste some, drop a file, or press “Use the example”")
-    if len(text) > limits.characters:
-        raise Refused(
-            f"the text has {len(text):,} characters, the playground takes {limits.characters:,}; "
-            "cut it, or read it all with `msrnn trace`"
-        )
-    strange = sum(letter < " " and letter not in "\t\n\r\f\v" for letter in text) + text.count("\ufffd")
-    if "\x00" in text or strange > 0.01 * len(text):
-        raise Refused("this is not text but binary data; give a plain text file in UTF-8")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise Refused("this text has broken characters (lone surrogates); save it as UTF-8 and try again")
-
-
-def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tuple[str, ...] = ()) -> None:
-    """Refuse a policy that cannot run, names a file it may not, or would take the whole memory."""
-    if not isinstance(text, str) or len(text) > 200:
-        raise Refused("a policy is a short text such as tova:256")
-    kind, profile = split_policy(text).kind, split_policy(text).profile
-    name = kind.split(",")[0]
-    # a rule in a file is code to run: only who started the server may name one
-    if name not in rules and any(mark in name for mark in ("/", "\\", ".py")):
-        raise Refused(
-            f"{text!r} names a file; the page takes policies by name only, e.g. tova:256 or key_difference:256"
-        )
-    if profile is not None and profile not in profiles:
-        known = ", ".join(profiles) or "none"
-        raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
-    if profile is not None:
-        plan_for(text, len(read_profile(profile)))
-        return
-    capacity = parse_policy(text, length=limits.tokens, slot_bytes=1 << 20).capacity
-    if capacity is None:
-        raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
-    if capacity > limits.capacity:
-        raise Refused(f"{text!r}: a capacity of {capacity:,} is more than the {limits.capacity:,} allowed here")
 
 
 class Models:
@@ -290,11 +184,18 @@ class Run:
         self.ends = _ends(self.model, self.tokenizer)
         if self.settings.kind == "chat" and self.turns is None:
             raise Refused("this model has no chat template; read a text with it, or choose an instruct model")
+        self._queue_text()
+        self._begin(len(self._pending))
+
+    def _queue_text(self) -> None:
+        """The template's beginning, where there is one, and the text."""
         prefix = self.turns.first_prefix if self.turns else ""
         self._queue(encode_text(self.tokenizer, prefix, special=not prefix), TEMPLATE)
         if self.settings.kind == "text":
             self._queue(encode_text(self.tokenizer, self.settings.text), TEXT)
-        total = len(self._pending)
+
+    def _begin(self, total: int) -> None:
+        """The lanes; full attention reads along as far as the model was trained for."""
         if total > self.limits.tokens:
             raise Refused(
                 f"the text has {total:,} tokens, the playground reads {self.limits.tokens:,} at most; cut it, or read "
@@ -452,131 +353,8 @@ class Run:
         return recording
 
 
-class Scheduler:
-    """The queue and its worker thread."""
-
-    def __init__(self, load: Callable[[str | None], tuple[Any, Any]], limits: Limits, model: str | None = None) -> None:
-        self.limits, self.model = limits, model
-        self.models = Models(load)
-        self.runs: dict[str, Run] = {}
-        self.model_error = ""
-        self.model_ready = False
-        self._lock = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="msrnn-play", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for run in self.runs.values():
-                run.stop()
-            self._lock.notify_all()
-        self._thread.join(timeout=30)
-
-    def submit(self, settings: Settings) -> Run:
-        with self._lock:
-            if len(self.runs) >= self.limits.runs:
-                raise Refused(
-                    f"{len(self.runs)} runs are open, which is the limit here; close a tab and wait {GRACE:.0f} seconds"
-                )
-            run = Run(settings, self.limits)
-            self.runs[run.id] = run
-            self._places()
-            self._lock.notify_all()
-        return run
-
-    def get(self, id: str) -> Run | None:
-        return self.runs.get(id)
-
-    def control(self, run: Run, request: Any) -> None:
-        run.control(request)
-        with self._lock:
-            if isinstance(request, dict) and request.get("action") == "play" and run.id in self.runs:
-                self.runs[run.id] = self.runs.pop(run.id)  # who paused goes to the end of the queue
-            self._places()
-            self._lock.notify_all()
-
-    def drop(self, run: Run) -> None:
-        run.stop()
-        with self._lock:
-            self.runs.pop(run.id, None)
-            self._places()
-            self._lock.notify_all()
-
-    def _loop(self) -> None:
-        _leave_room()
-        self._preload()
-        while not self._closed:
-            run = self._next()
-            if run is not None:
-                self._work(run)
-
-    def _preload(self) -> None:
-        """Load the model before anybody asks, and keep what went wrong for the page."""
-        try:
-            self.models.get(self.model)
-        except Exception as error:
-            self.model_error = _one_line(error)
-        self.model_ready = True
-
-    def _next(self) -> Run | None:
-        """The first run of the queue that has something to do now; None after a while."""
-        with self._lock:
-            for gone in [run for run in self.runs.values() if run.abandoned()]:
-                gone.stop()
-                del self.runs[gone.id]
-            self._places()
-            now = time.monotonic()
-            chosen = next((run for run in self.runs.values() if run.runnable(now)), None)
-            if chosen is None:
-                busy = any(run.waiting for run in self.runs.values())
-                self._lock.wait(0.02 if busy else 0.5)
-            return chosen
-
-    def _places(self) -> None:
-        """Tell every waiting run how many stand before it."""
-        before = 0
-        for run in self.runs.values():
-            place = before if run.waiting else 0
-            before += run.waiting
-            if place != run.place:
-                with run.changed:
-                    run.place = place
-                    run._touch()
-
-    def _work(self, run: Run) -> None:
-        try:
-            run.work(self.models)
-        except Exception as error:
-            if isinstance(error, Refused) and run.reading is not None:
-                run.refuse(str(error))
-                return
-            if not isinstance(error, ValueError | OSError | MemoryError):
-                traceback.print_exc(file=sys.stderr)
-            run.reading = None
-            run.set_state("failed", _one_line(error))
-
-
-def _leave_room() -> None:
-    """The browser shares the cores with this thread: one core stays free for it, and it goes first.
-
-    On two cores, two threads that wait for each other at every operation are slower beside a busy browser than one.
-    """
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
-    if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return frozenset(int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:600] or type(error).__name__

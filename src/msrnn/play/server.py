@@ -24,7 +24,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from . import example_text
 from .export import page_html
-from .runs import Limits, Refused, Run, Scheduler, Settings
+from .runs import Run
+from .scheduler import Scheduler
+from .settings import Limits, Refused, Settings
 
 BODY = 4 << 20  # bytes of a request
 CONNECTIONS = 64
@@ -267,11 +269,8 @@ class Handler(BaseHTTPRequestHandler):
                     version, status = run.version, run.status()
                     fresh = run.log[sent : sent + 64]
                     version = version if sent + len(fresh) == len(run.log) else -1
-            blocks = []
-            for entry in fresh:
-                sent += 1
-                event, data = entry.split("\n", 1)
-                blocks.append(f"id: {sent}\nevent: {event}\ndata: {data}\n\n")
+            blocks = [_event(entry, number) for number, entry in enumerate(fresh, sent + 1)]
+            sent += len(fresh)
             if status is not None:
                 blocks.append(f"event: status\ndata: {json.dumps(status | {'log': sent})}\n\n")
             elif time.monotonic() - beat > 5:
@@ -355,6 +354,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is printed per request."""
+
+
+def _event(entry: str, number: int) -> str:
+    """A message as the stream has it; a page that reconnects says the last number it saw."""
+    name, data = entry.split("\n", 1)
+    return f"id: {number}\nevent: {name}\ndata: {data}\n\n"
 
 
 def page_files() -> frozenset[str]:
