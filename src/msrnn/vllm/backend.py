@@ -145,7 +145,7 @@ def seen_on_host(common: CommonAttentionMetadata, starts: list[int]) -> list[int
 
     vLLM's upper bound is exact but for tokens that speculative decoding takes back, which is refused.
     """
-    ends = common.seq_lens_cpu_upper_bound
+    ends = getattr(common, "seq_lens_cpu_upper_bound", None)
     lengths = common.seq_lens.tolist() if ends is None else ends.tolist()
     sizes = (end - start for start, end in pairwise(starts))
     return [max(0, length - size) for length, size in zip(lengths, sizes, strict=False)]

@@ -65,7 +65,8 @@ def batch_of(blocks: Tensor, seen: Tensor, starts: list[int], seen_list: list[in
     if seen_list is None:
         known = steps < len(lengths) or blocks.device.type == "cpu"
         seen_list = seen.tolist() if known else []
-    begins = 0 in seen_list[:steps] if seen_list else True
+    begins = any(length and not before for length, before in zip(lengths[:steps], seen_list, strict=False))
+    begins = begins or (steps > 0 and not seen_list)
     rows = [
         Row(number, starts[number], lengths[number], seen_list[number])
         for number in range(steps, len(lengths))

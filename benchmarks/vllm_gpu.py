@@ -1,0 +1,380 @@
+"""Real vLLM on a GPU, with bounded states against stock: first tokens, throughput, decoding steps, start-up, memory.
+
+    python benchmarks/vllm_gpu.py --minutes 9 --out results/vllm_gpu.jsonl
+    python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096 --threshold 256 --out ...
+    python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
+    .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
+
+A model of a given shape with random weights, in two kinds: `flat`, plain random weights, whose attention is the scan's
+worst case, and `steady`, with query biases that make a token's weight similar from row to row, as in trained models.
+Every engine runs in a process of its own, its loads in the order of their importance, round after round until its share
+of the minutes is over. A record is written as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+
+class Load(NamedTuple):
+    """So many requests at once with prompts of a length and so many new tokens; `target`: the issue's ratio."""
+
+    requests: int
+    prompt: int
+    new: int
+    attention: str = "steady"
+    target: str = ""
+
+    @property
+    def name(self) -> str:
+        kind = "one" if self.requests == 1 else "first" if self.new == 1 else "serve"
+        size = f"{self.prompt}" if self.requests == 1 else f"{self.requests}x{self.prompt}"
+        return f"{kind}-{size}" + ("" if self.new == 1 else f"+{self.new}")
+
+
+LOADS = [
+    Load(96, 4096, 1, "steady", "time at most 1.5 x stock"),
+    Load(96, 64, 1, "steady", "time at most 1.3 x stock"),
+    Load(1, 4096, 1, "steady", "time at most 3 x stock"),
+    Load(96, 4096, 128, "steady", "throughput at least 0.75 x stock; step at most 0.75 x"),
+    Load(1, 65536, 1, "steady", "time at most 1.1 x stock"),
+    Load(1, 4096, 1, "flat", "time at most 5 x stock"),
+    Load(96, 1024, 64, "steady", "step at most 1 x stock"),
+    Load(384, 2048, 1024, "steady", "throughput at least 2 x stock, nobody preempted"),
+    Load(256, 1024, 2048, "steady", "throughput at least 1.6 x stock, nobody preempted"),
+    Load(96, 4096, 1, "flat", "time at most 1.5 x stock"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["msrnn", "stock"], choices=["msrnn", "stock"])
+    parser.add_argument("--loads", nargs="+", help="names such as first-96x4096; all by default")
+    parser.add_argument("--attention", choices=["flat", "steady"], help="only loads with this kind of attention")
+    parser.add_argument("--shape", default="llama-3-8b", choices=["llama-3-8b", "llama-2-7b"])
+    parser.add_argument("--policy", default="tova:512")
+    parser.add_argument("--threshold", type=int, default=512, help="long_prefill_token_threshold with states")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch (max_num_batched_tokens)")
+    parser.add_argument("--max-model-len", type=int, default=66000)
+    parser.add_argument("--utilization", type=float, help="gpu_memory_utilization, vLLM's default if not given")
+    parser.add_argument("--graphs", help="cudagraph_mode, vLLM's default if not given, e.g. FULL_DECODE_ONLY")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
+    parser.add_argument("--profile", help="write a torch profile of the first load of each engine into this folder")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU")
+    parser.add_argument("--commit", help="where the machine has no git")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--summary", type=Path, help="print what is in a file of records, and end")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.summary:
+        summary(options.summary)
+        return
+    if options.out is None:
+        parser.error("give --out FILE")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.one:
+        measure(options, options.one)
+        return
+    failed = []
+    for engine in options.engines:
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
+        if subprocess.run(command).returncode:
+            failed.append(engine)
+    summary(options.out)
+    if failed:
+        raise SystemExit(f"these engines failed: {', '.join(failed)}")
+
+
+def measure(options: argparse.Namespace, engine: str) -> None:
+    """One engine: start it, then the loads round after round while there is time."""
+    begin, share = time.monotonic(), 60 * options.minutes / len(options.engines)
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.pop("MSRNN_POLICY", None)
+    if engine == "msrnn":
+        os.environ["MSRNN_POLICY"] = options.policy
+    shared = conditions(options, engine)
+    llm, start_s = start(options, engine)
+    about = shared | memory_of(llm) | {"start_s": round(start_s, 1)}
+    write(options.out, about | {"kind": "vllm start"})
+    attention = None
+    for turn in range(options.rounds):
+        for load in chosen(options):
+            if time.monotonic() - begin > share:
+                print(f"{engine}: out of time before {load.name} of round {turn + 1}", flush=True)
+                return
+            if load.attention != attention:
+                set_weights(llm, load.attention)
+                run_load(llm, Load(2, 600, 4), seed=1)  # whatever comes first after a start
+                attention = load.attention
+            profiled = options.profile and turn == 0 and load == chosen(options)[0]
+            figures = run_load(llm, load, seed=turn, profile=options.profile if profiled else None)
+            figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
+            figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
+            write(options.out, about | {"kind": "vllm load"} | figures)
+
+
+def chosen(options: argparse.Namespace) -> list[Load]:
+    loads = [load for load in LOADS if options.attention in (None, load.attention)]
+    if options.small:
+        loads = [
+            load._replace(requests=-(-load.requests // 16), prompt=max(8, load.prompt // 32), new=-(-load.new // 32))
+            for load in loads
+        ]
+    loads = [load for load in loads if not options.loads or load.name in options.loads]
+    if not loads:
+        raise SystemExit(f"no such load; there are {', '.join(load.name for load in LOADS)}")
+    return loads
+
+
+def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
+    import torch
+
+    from msrnn.system.provenance import command, commit, machine, now, versions
+    from msrnn.vllm.plugin import vllm_version
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
+    about |= {"command": command(), "vllm": vllm_version(), "engine": engine}
+    about |= {"policy": options.policy if engine == "msrnn" else "full", "shape": options.shape, "small": options.small}
+    names = ("threshold", "max_num_seqs", "budget", "max_model_len", "utilization", "graphs")
+    about |= {name: getattr(options, name) for name in names}
+    return about | {"threshold": options.threshold if engine == "msrnn" else 0}
+
+
+def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
+    """vLLM's engine in this process, and the seconds until it takes requests."""
+    folder = model_folder(options)
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "dtype": "bfloat16",
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.budget,
+        "long_prefill_token_threshold": options.threshold if engine == "msrnn" else 0,
+    }
+    if options.utilization:
+        settings["gpu_memory_utilization"] = options.utilization
+    if options.graphs:
+        settings["compilation_config"] = {"cudagraph_mode": options.graphs}
+    if options.small:
+        settings |= {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "kv_cache_memory_bytes": 64 << 20,
+        }
+        settings |= {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+        settings["long_prefill_token_threshold"] = 64 if engine == "msrnn" else 0
+    begin = time.perf_counter()
+    llm = LLM(**settings)
+    return llm, time.perf_counter() - begin
+
+
+def model_folder(options: argparse.Namespace) -> str:
+    """A folder with a configuration and no weights."""
+    from msrnn.bench.shapes import config
+
+    shape = config("tiny" if options.small else options.shape, attention_bias=True, max_position_embeddings=131072)
+    shape.architectures = ["LlamaForCausalLM"]
+    shape.bos_token_id, shape.eos_token_id = 1, 2
+    folder = tempfile.mkdtemp(prefix="msrnn-shape-")
+    shape.save_pretrained(folder)
+    return folder
+
+
+def set_weights(llm: Any, attention: str) -> None:
+    """Random weights as transformers initialises them; `steady`: every head's queries share a slow direction."""
+    import torch
+
+    @torch.no_grad()
+    def change(model: Any) -> None:
+        config = model.config
+        generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+        for name, tensor in model.named_parameters():
+            if "norm" in name:
+                tensor.fill_(1)
+            elif name.endswith("bias"):
+                tensor.zero_()
+            else:
+                tensor.normal_(0, 0.02, generator=generator)
+            if attention == "steady" and name.endswith("qkv_proj.bias"):
+                size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+                half = tensor[: config.num_attention_heads * size].view(config.num_attention_heads, 2, size // 2)
+                half[:, :, size // 2 * 5 // 8 :].normal_(0, 4, generator=generator)
+
+    llm.apply_model(change)
+
+
+def memory_of(llm: Any) -> dict[str, Any]:
+    """Blocks and bytes: what vLLM has allocated, and for states what `msrnn info` says fits into as much."""
+    import torch
+
+    core = llm.llm_engine.engine_core.engine_core
+    cache = core.scheduler.kv_cache_config
+    tensors = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    about = {"blocks": cache.num_blocks, "kv_bytes": tensors}
+    config = llm.llm_engine.vllm_config
+    about["free_bytes"] = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    if os.environ.get("MSRNN_POLICY"):
+        from msrnn.policy import Plan, parse_policy
+        from msrnn.vllm.cost import layers_of, price
+
+        layers = layers_of(config.model_config.hf_config)
+        plan = Plan((parse_policy(os.environ["MSRNN_POLICY"]),) * len(layers))
+        state, _ = price(layers, plan, config.model_config.dtype, config.model_config.max_model_len)
+        about |= {"request_bytes": state, "predicted_blocks": tensors // state}
+    return about
+
+
+def run_load(llm: Any, load: Load, seed: int, profile: str | None = None) -> dict[str, Any]:
+    """All requests at once; seconds, tokens, waits, and the median step in which every request wrote a token."""
+    import torch
+    from vllm import SamplingParams
+
+    engine, vocabulary = llm.llm_engine, llm.llm_engine.model_config.get_vocab_size()
+    numbers = random.Random(f"{load.name} {seed}")
+    sampling = SamplingParams(temperature=0, max_tokens=load.new, ignore_eos=True, detokenize=False)
+    for number in range(load.requests):
+        ids = numbers.choices(range(3, vocabulary), k=load.prompt)
+        engine.add_request(f"{load.name} {seed} {number}", {"prompt_token_ids": ids}, sampling)
+    before = preemptions(engine)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    with profiler(profile, load.name):
+        figures = drive(engine, load)
+    figures["preemptions"] = preemptions(engine) - before
+    if torch.cuda.is_available():
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return figures
+
+
+def drive(engine: Any, load: Load) -> dict[str, Any]:
+    first: dict[str, float] = {}
+    written: dict[str, int] = {}
+    steps: list[float] = []
+    begin = last = time.perf_counter()
+    while engine.has_unfinished_requests():
+        answers = engine.step()
+        now = time.perf_counter()
+        for answer in answers:
+            first.setdefault(answer.request_id, now - begin)
+            written[answer.request_id] = len(answer.outputs[0].token_ids)
+        if len(answers) == load.requests and len(first) == load.requests:
+            steps.append(now - last)
+        last = now
+    seconds, waits = last - begin, sorted(first.values())
+    complete = len(written) == load.requests and set(written.values()) == {load.new}
+    return {
+        "seconds": round(seconds, 4),
+        "new_tokens_per_s": round(sum(written.values()) / seconds, 2),
+        "first_token_s": {"first": waits[0], "median": median(waits), "last": waits[-1]},
+        "step_ms": round(1e3 * median(steps[1:]), 4) if len(steps) > 4 else None,
+        "complete": complete,
+    }
+
+
+def preemptions(engine: Any) -> float:
+    return float(sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions"))
+
+
+class profiler:
+    """A table of kernels and a trace, if a folder is given."""
+
+    def __init__(self, folder: str | None, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def __enter__(self) -> None:
+        if self.folder:
+            import torch
+
+            self.profile = torch.profiler.profile()
+            self.profile.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.folder:
+            self.profile.__exit__(*error)
+            order = "self_cuda_time_total" if sys.modules["torch"].cuda.is_available() else "self_cpu_time_total"
+            table = self.profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80)
+            folder = Path(self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{os.environ.get('MSRNN_POLICY', 'stock')}-{self.name}.txt").write_text(table)
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    shown = ("kind", "engine", "load", "attention", "seconds", "new_tokens_per_s", "step_ms", "preemptions", "complete")
+    shown += ("start_s", "blocks", "predicted_blocks")
+    print({name: record[name] for name in shown if record.get(name) is not None}, flush=True)
+
+
+def summary(path: Path) -> None:
+    """Medians of both engines, and their ratios."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for engine in ("stock", "msrnn"):
+        for row in rows:
+            if row["kind"] == "vllm start" and row["engine"] == engine:
+                predicted = f", predicted {row['predicted_blocks']:,}" if "predicted_blocks" in row else ""
+                kv = f"{row['kv_bytes'] / 2**30:.1f} GiB for {row['blocks']:,} blocks{predicted}"
+                print(f"{engine}: started in {row['start_s']} s, {kv}")
+    print(f"{'load':22} {'attention':9} {'runs':>5} {'stock':>22} {'msrnn':>22}  msrnn / stock (target)")
+    keys = dict.fromkeys((row["load"], row["attention"]) for row in rows if row["kind"] == "vllm load")
+    for load, attention in keys:
+        some = [row for row in rows if (row.get("load"), row.get("attention")) == (load, attention)]
+        by_engine = {name: [row for row in some if row["engine"] == name] for name in ("stock", "msrnn")}
+        cells = {name: _cell(runs) for name, runs in by_engine.items()}
+        ratios = _ratios(by_engine) if all(by_engine.values()) else ""
+        runs = "/".join(str(len(by_engine[name])) for name in ("stock", "msrnn"))
+        line = f"{load:22} {attention:9} {runs:>5} {cells['stock']:>22} {cells['msrnn']:>22}  {ratios}"
+        print(f"{line} ({some[0]['target']})")
+        for row in some:
+            if not row["complete"] or row["preemptions"]:
+                print(f"    {row['engine']}: complete {row['complete']}, preempted {row['preemptions']:.0f}")
+
+
+def _median(runs: list[dict[str, Any]], name: str) -> float | None:
+    values = [run[name] for run in runs if run[name] is not None]
+    return median(values) if values else None
+
+
+def _cell(runs: list[dict[str, Any]]) -> str:
+    if not runs:
+        return "-"
+    seconds, step = _median(runs, "seconds"), _median(runs, "step_ms")
+    return f"{seconds:.3f} s" + (f", step {step:.2f} ms" if step is not None else "")
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]]) -> str:
+    parts = []
+    for label, name in (("time", "seconds"), ("throughput", "new_tokens_per_s"), ("step", "step_ms")):
+        ours, theirs = _median(runs["msrnn"], name), _median(runs["stock"], name)
+        if ours is not None and theirs:
+            parts.append(f"{label} {ours / theirs:.2f}")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()
