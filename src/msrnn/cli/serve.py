@@ -32,6 +32,7 @@ examples:
   msrnn serve ./model --policy tova:512 --prefix system=system.state    # made by msrnn state build
 """
 _SERVER = "vllm.entrypoints.openai.api_server"
+_PIECE = 512  # tokens that a batch takes of a long prompt on a GPU, if there are other requests
 
 
 def add(commands: Commands) -> None:
@@ -62,7 +63,8 @@ def run(arguments: Namespace) -> None:
     silence_transformers()
     plan = _announce_cost(arguments, vllm_options)
     prefixes = _prefix_options(arguments, vllm_options, plan)
-    raise SystemExit(_serve([arguments.model, *rest, *prefixes], settings.write(plan)))
+    pieces = _piece_options(vllm_options, plugin.vllm_version())
+    raise SystemExit(_serve([arguments.model, *rest, *prefixes, *pieces], settings.write(plan)))
 
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +108,22 @@ def _own_options(rest: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(rest)
 
 
+def _piece_options(vllm_options: VllmOptions, version: str) -> list[str]:
+    """On a GPU a batch takes a piece of each of many prompts, not few prompts whole, unless the user says otherwise.
+
+    Many prompts are read together in little more than the time of one.
+    """
+    import torch
+
+    parsed = vllm_options.parsed
+    if parsed.long_prefill_token_threshold or parsed.no_enable_chunked_prefill or not torch.cuda.is_available():
+        return []
+    length = _vllm_length(parsed.max_model_len) or _PIECE
+    options = ["--long-prefill-token-threshold", str(min(_PIECE, length))]
+    grows = not version.startswith(("0.30.", "0.31."))  # they cannot give few prompts larger pieces
+    return [*options, "--long-prefill-token-threshold-adaptive"] if grows else options
+
+
 class VllmOptions:
     """Those of vLLM's options that msrnn must know; vLLM checks the rest."""
 
@@ -117,6 +135,8 @@ class VllmOptions:
             parser.add_argument(f"--{name}")
         for name in ("decode-context-parallel-size", "prefill-context-parallel-size", "attention-backend"):
             parser.add_argument(f"--{name}")
+        parser.add_argument("--long-prefill-token-threshold")
+        parser.add_argument("--no-enable-chunked-prefill", action="store_true")
         parser.add_argument("--trust-remote-code", action="store_true")
         self.parsed = parser.parse_known_args([_with_dashes(option) for option in rest])[0]
 
