@@ -48,6 +48,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     rows = [check(policy, device) for policy in POLICIES]
+    if device.type == "cuda":  # half precision has kernels of its own, also for prompts that fit
+        rows += [
+            check(policy, device, torch.bfloat16) for policy in (*POLICIES, "tova:120", "tova:120,gain=value_norm")
+        ]
     shape = [int(number) for number in (options.time or SHAPES[device.type]).split(",")]
     rows += [timed(shape, batch, device) for batch in shape[5:]]
     about = {"date": now(), "commit": commit(), "machine": machine(device), "versions": versions()}
@@ -70,15 +74,17 @@ def blocks_of(
     return layout.carve(memory.view(dtype))
 
 
-def check(text: str, device: torch.device) -> dict[str, object]:
+def check(text: str, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, object]:
     """Four requests: pieces of prompts and steps mixed, then steps as a graph holds them, in which the last begins.
 
     `error` is the largest difference from each text read alone.
     """
     policy, attention, homes = parse_policy(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
     torch.manual_seed(0)
-    texts = [[torch.randn(160, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes]
-    blocks = blocks_of(policy, (HEADS, KV_HEADS, SIZE), 9, torch.float32, device)
+    texts = [
+        [torch.randn(160, n, SIZE, device=device, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes
+    ]
+    blocks = blocks_of(policy, (HEADS, KV_HEADS, SIZE), 9, dtype, device)
     read, got = [0, 0, 0, 0], [[] for _ in homes]  # type: list[int], list[list[Tensor]]
     for sizes in ([1, 90, 0, 0], [1, 1, 70, 0], [1, 1, 33, 0], *[[1, 1, 1, 0]] * 10):
         _run(blocks, policy, attention, homes, texts, read, got, sizes)
@@ -90,9 +96,17 @@ def check(text: str, device: torch.device) -> dict[str, object]:
         want = read_text(alone, *new, policy, attention)[0].transpose(0, 1)
         errors.append(float((torch.cat(parts) - want).abs().max()))
     held = int((blocks.positions[homes] >= 0).sum(-1).max())
-    right = max(errors) < 1e-4 and held <= (policy.capacity or 0)
+    right = max(errors) < (1e-4 if dtype == torch.float32 else 3e-2) and held <= (policy.capacity or 0)
     graph = device.type == "cuda"
-    row = {"kind": "backend", "policy": text, "right": right, "error": max(errors), "held": held, "read": read}
+    row = {
+        "kind": "backend",
+        "policy": text,
+        "dtype": str(dtype),
+        "right": right,
+        "error": max(errors),
+        "held": held,
+        "read": read,
+    }
     print(row | {"graph": graph}, flush=True)
     return row | {"graph": graph}
 
@@ -148,7 +162,7 @@ def _replay(
         table, computed = (torch.tensor([*of, 0, 0], dtype=torch.int32, device=device) for of in (homes, counts))
         return batch_of(*inputs.put(table, computed), starts)
 
-    new = [torch.zeros(rows, n, SIZE, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    new = [torch.zeros(rows, n, SIZE, device=device, dtype=texts[0][0].dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
     output = torch.empty_like(new[0])
     batch = next_batch([0] * len(homes))
     assert batch.begins

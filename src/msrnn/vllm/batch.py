@@ -109,7 +109,8 @@ def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention)
     half = query.is_cuda and query.dtype.itemsize == 2
     flash = half and size == values.shape[3] and size <= 256 and size % 8 == 0
     slot_bytes = stored * (size + values.shape[3]) * keys.dtype.itemsize
-    return Sizes((policy.capacity or 0) if ordinary else 0, slots, query.shape[1], slot_bytes, flash)
+    room = (policy.capacity or 0) if ordinary else 0
+    return Sizes(room, slots, query.shape[1], slot_bytes, flash, query.is_cuda)
 
 
 def _attend_fitting(

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.recurrence import CHUNK
+
 _LOGITS = 1 << 30  # bytes of a chunk's logits, all rows together, that a read may take at most
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
 
@@ -36,6 +38,7 @@ class Sizes(NamedTuple):
     heads: int
     slot_bytes: int
     varlen: bool  # one attention call for rows of any length
+    gpu: bool
 
     def rows_at_once(self, size: int) -> int:
         """How many rows with a chunk of `size` tokens are read together."""
@@ -95,12 +98,11 @@ class Reads:
 
 def plan(blocks: Tensor, rows: list[Row], sizes: Sizes) -> Reads:
     """blocks [R] of all requests of a batch, on the device; rows: those with tokens to read, on the host."""
-    on_gpu = blocks.device.type != "cpu"
-    chunk = TAILS[-1] if on_gpu else 128
+    chunk = TAILS[-1] if sizes.gpu else CHUNK
     fitting, rest = _split(rows, sizes.room)
     copy = _Copy(blocks.device)
     fits = [_fit(group, copy, sizes.varlen) for group in _alike(fitting, sizes.varlen)]
-    segments = [_segment(part, copy, sizes, on_gpu) for part in _segments(rest, chunk, sizes, on_gpu)]
+    segments = [_segment(part, copy, sizes) for part in _segments(rest, chunk, sizes)]
     tensors = copy.send()
     return Reads(
         [_make_fit(fit, tensors, blocks) for fit in fits],
@@ -134,12 +136,12 @@ def _alike(rows: list[Row], varlen: bool) -> list[list[Row]]:
     return groups
 
 
-def _segments(rows: list[Row], chunk: int, sizes: Sizes, on_gpu: bool) -> list[list[Row]]:
+def _segments(rows: list[Row], chunk: int, sizes: Sizes) -> list[list[Row]]:
     """Rows of at most so many at once, cut where one of them has no chunk left; in the order they must be read."""
     rows = sorted(rows, key=lambda row: -row.size)
     segments = []
     while rows:
-        count = sizes.rows_at_once(min(chunk, _width(rows[0].size, on_gpu)))
+        count = sizes.rows_at_once(min(chunk, _width(rows[0].size, sizes.gpu)))
         some, rows = rows[:count], rows[count:]
         ends = sorted({-(-row.size // chunk) * chunk for row in some})
         for start, end in pairwise([0, *ends]):
@@ -259,9 +261,9 @@ class _SegmentArrays(NamedTuple):
     partial: bool
 
 
-def _segment(rows: list[Row], copy: _Copy, sizes: Sizes, on_gpu: bool) -> _SegmentArrays:
+def _segment(rows: list[Row], copy: _Copy, sizes: Sizes) -> _SegmentArrays:
     number, start, size, seen = _columns(rows)
-    width = _width(int(size.max()), on_gpu)
+    width = _width(int(size.max()), sizes.gpu)
     arrays = {
         "requests": number,
         "seen": seen,
@@ -275,14 +277,14 @@ def _segment(rows: list[Row], copy: _Copy, sizes: Sizes, on_gpu: bool) -> _Segme
         arrays=copy.add(arrays),
         ragged=bool((size < width).any()),
         begins=bool((seen == 0).any()),
-        filled=0 if not on_gpu and not seen.any() else sizes.slots,
+        filled=0 if not sizes.gpu and not seen.any() else sizes.slots,
         partial=bool((seen < sizes.slots - 1).any()),
     )
 
 
-def _width(size: int, on_gpu: bool) -> int:
+def _width(size: int, gpu: bool) -> int:
     """What a row is padded to: on a GPU whole chunks and a tail of one of the compiled lengths."""
-    if not on_gpu:
+    if not gpu:
         return size
     whole, tail = divmod(size, TAILS[-1])
     return whole * TAILS[-1] + (next(length for length in TAILS if tail <= length) if tail else 0)

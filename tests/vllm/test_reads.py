@@ -1,0 +1,167 @@
+"""Prompts of many requests read together, in blocks as vLLM gives them: each equals its text read alone."""
+
+import random
+
+import pytest
+import torch
+
+from msrnn.core.attention import Attention
+from msrnn.core.recurrence import read
+from msrnn.core.slots import Slots
+from msrnn.policy import parse_policy
+from msrnn.vllm import batch as batches
+from msrnn.vllm import reads
+from msrnn.vllm.batch import attend, batch_of
+from msrnn.vllm.block import Layout
+from msrnn.vllm.reads import Row, Sizes, plan
+from msrnn.vllm.rehearsal import rehearse
+
+HEADS, KV_HEADS, SIZE = 6, 3, 8
+LENGTH, BLOCKS = 300, 20
+POLICIES = (
+    *("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "h2o-layer:48", "window+4:48", "fade:48"),
+    *("tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm", "h2o:48,gain=value_norm", "tova:150", "h2o:150"),
+)
+
+
+class Requests:
+    """Requests in blocks whose memory holds NaN, fed batch by batch with pieces of random length."""
+
+    def __init__(self, text: str, attention: Attention, seed: int, count: int = 6) -> None:
+        torch.manual_seed(seed)
+        self.random = random.Random(seed)
+        self.policy, self.attention = parse_policy(text), attention
+        layout = Layout(self.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
+        self.raw = torch.full((BLOCKS, 1, 1, layout.nbytes), 0xFF, dtype=torch.uint8)
+        self.blocks = layout.carve(self.raw.view(torch.float32))
+        self.texts = [[torch.randn(LENGTH, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in range(count)]
+        self.homes = self.random.sample(range(1, BLOCKS), count)
+        self.seen, self.outputs = [0] * count, [[] for _ in range(count)]
+
+    def run(self, sizes: list[int]) -> None:
+        """One batch: so many new tokens of each request, single ones first, as vLLM orders them."""
+        sizes = [min(size, LENGTH - seen) for size, seen in zip(sizes, self.seen, strict=True)]
+        order = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: sizes[i] > 1)
+        starts = [0]
+        for i in order:
+            starts.append(starts[-1] + sizes[i])
+        seen = [self.seen[i] for i in order]
+        batch = batch_of(torch.tensor([self.homes[i] for i in order]), torch.tensor(seen), starts, seen)
+        parts = [[self.texts[i][n][self.seen[i] : self.seen[i] + sizes[i]] for i in order] for n in range(3)]
+        new = [torch.cat(part) for part in parts]
+        output = torch.empty_like(new[0])
+        attend(self.blocks, batch, *new, self.policy, self.attention, output)
+        for i, start in zip(order, starts, strict=False):
+            self.outputs[i].append(output[start : start + sizes[i]])
+            self.seen[i] += sizes[i]
+
+    def mixed(self, turns: int) -> None:
+        for _ in range(turns):
+            self.run([self.random.choice([0, 1, 1, 2, 5, 17, 60, 130, 200]) for _ in self.homes])
+
+    def check(self) -> None:
+        for home, seen, outputs, text in zip(self.homes, self.seen, self.outputs, self.texts, strict=True):
+            if not seen:
+                continue
+            query, key, value = (tensor[:seen].transpose(0, 1)[None] for tensor in text)
+            alone = Slots.empty(self.policy, key, value, HEADS)
+            expected = read(alone, query, key, value, self.policy, self.attention)[0].transpose(0, 1)
+            torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-5)
+            held = self.blocks.positions[home].sort(-1).values
+            assert torch.equal(held, alone.positions[0].sort(-1).values), "the same tokens are held"
+
+
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def planned(request, monkeypatch):
+    """Plans as for a GPU pad rows to compiled lengths and take all slots as used; the results are the same."""
+    if request.param != "cpu":
+        sizes_of = batches.sizes_of
+        monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_requests_read_together_equal_each_alone(text, planned):
+    """Some fit into their slots, some evict, some begin, some only step; nobody else's block changes."""
+    for seed in range(2):
+        requests = Requests(text, Attention(SIZE**-0.5), seed)
+        before = requests.raw.clone()
+        requests.mixed(8)
+        requests.check()
+        others = [block for block in range(BLOCKS) if block not in requests.homes]
+        assert torch.equal(requests.raw[others], before[others])
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [Attention(SIZE**-0.5, softcap=20.0), Attention(SIZE**-0.5, sinks=torch.linspace(-1, 1, HEADS))],
+    ids=["soft cap", "sinks"],
+)
+@pytest.mark.parametrize("text", ["tova:48", "tova:150", "h2o:48"])
+def test_attention_that_is_not_plain(text, attention, planned):
+    requests = Requests(text, attention, 3)
+    requests.mixed(8)
+    requests.check()
+
+
+def test_few_rows_at_once(monkeypatch):
+    """Where memory is short, rows are read in several groups."""
+    monkeypatch.setattr(reads, "_LOGITS", 1)
+    requests = Requests("h2o:48", Attention(SIZE**-0.5), 0)
+    requests.mixed(8)
+    requests.check()
+
+
+def test_rows_are_cut_where_one_has_no_chunk_left():
+    """300, 200 and 20 tokens beyond their slots: chunks of 128 with 3, 2 and 1 rows, none of them empty."""
+    rows = [Row(0, 0, 300, 48), Row(1, 300, 200, 90), Row(2, 500, 20, 48)]
+    sizes = Sizes(room=48, slots=49, heads=6, slot_bytes=100, varlen=False, gpu=False)
+    work = plan(torch.tensor([7, 3, 5]), rows, sizes)
+    assert work.fits == []
+    assert [tuple(segment.tokens.shape) for segment in work.segments] == [(3, 128), (2, 128), (1, 44)]
+    assert [segment.blocks.tolist() for segment in work.segments] == [[7, 3, 5], [7, 3], [7]]
+    assert [segment.seen.tolist() for segment in work.segments] == [[48, 90, 48], [176, 218], [304]]
+    places = torch.cat([segment.places for segment in work.segments])
+    assert sorted(places.tolist()) == list(range(520)), "every token has one output"
+
+
+def test_what_fits_goes_first():
+    """A prompt longer than the slots: ordinary attention up to the capacity, chunks for the rest."""
+    sizes = Sizes(room=48, slots=49, heads=6, slot_bytes=100, varlen=True, gpu=True)
+    work = plan(torch.tensor([7, 3]), [Row(0, 0, 60, 0), Row(1, 60, 10, 30)], sizes)
+    (fit,), (segment,) = work.fits, work.segments
+    assert fit.query_starts.tolist() == [0, 48, 58]
+    assert fit.key_starts.tolist() == [0, 48, 88]
+    assert fit.begins.tolist() == [7]
+    assert fit.next.tolist() == [48, 40]
+    assert segment.places.tolist() == list(range(48, 60))
+    assert segment.tokens.shape == (1, 64), "a compiled length"
+    assert not segment.partial
+
+
+def test_layers_share_their_indices_and_read_nothing_back(monkeypatch):
+    """The host knows all that it needs: no layer asks the device for a number."""
+    requests = Requests("tova:48", Attention(SIZE**-0.5), 0)
+    requests.mixed(3)
+    seen, sizes = requests.seen, [60, 1, 30]
+    batch = batch_of(torch.tensor(requests.homes[:3]), torch.tensor(seen[:3]), [0, 60, 61, 91], seen[:3])
+    new = [torch.randn(sum(sizes), n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    arguments = (*new, requests.policy, requests.attention, torch.empty_like(new[0]))
+    attend(requests.blocks, batch, *arguments)
+    (work,) = batch.plans.values()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a layer waits for the device")
+
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "cpu", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    monkeypatch.setattr(reads, "plan", refuse)
+    attend(requests.blocks, batch, *arguments)
+    assert list(batch.plans.values()) == [work]
+
+
+def test_a_rehearsal_needs_no_blocks_of_vllms():
+    """What runs in vLLM's memory profile on a GPU: reads and steps on memory of its own."""
+    for text in ("tova:48", "h2o:48,gain=value_norm"):
+        layout = Layout(parse_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
+        new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        rehearse(layout, *new, Attention(SIZE**-0.5), requests=9)
