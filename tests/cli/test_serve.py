@@ -41,6 +41,7 @@ def started(monkeypatch):
     monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.32.0")
     own = EntryPoints([EntryPoint("msrnn", "msrnn.vllm:register", "vllm.general_plugins")])
     monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: own.select(group=group))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -60,6 +61,34 @@ def test_own_options_may_stand_among_vllms(model, started, order):
     own, name = ["--policy", "tova:64"], model()
     run(*(own if order == "before" else []), name, "--port", "8001", *(own if order == "after" else []), "--seed=3")
     assert started == [([name, "--port", "8001", "--seed=3"], "tova:64")]
+
+
+@pytest.mark.parametrize(
+    "options, pieces",
+    [
+        ([], ["--long-prefill-token-threshold", "512", "--long-prefill-token-threshold-adaptive"]),
+        (
+            ["--max-model-len", "300"],
+            ["--long-prefill-token-threshold", "300", "--long-prefill-token-threshold-adaptive"],
+        ),
+        (["--long-prefill-token-threshold", "64"], []),
+        (["--long_prefill_token_threshold=64"], []),
+        (["--no-enable-chunked-prefill"], []),
+    ],
+)
+def test_on_a_gpu_a_batch_takes_pieces_of_many_prompts(model, started, monkeypatch, options, pieces):
+    """Unless the user says otherwise."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    name = model()
+    run(name, "--policy", "tova:64", *options)
+    assert started[0][0] == [name, *options, *pieces]
+
+
+def test_older_vllm_cannot_give_few_prompts_larger_pieces(model, started, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.31.0")
+    run(model(), "--policy", "tova:64")
+    assert started[0][0][1:] == ["--long-prefill-token-threshold", "512"]
 
 
 def test_it_says_what_a_request_takes(model, started, capsys):

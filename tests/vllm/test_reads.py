@@ -105,7 +105,7 @@ def test_attention_that_is_not_plain(text, attention, planned):
 
 def test_few_rows_at_once(monkeypatch):
     """Where memory is short, rows are read in several groups."""
-    monkeypatch.setattr(reads, "_LOGITS", 1)
+    monkeypatch.setattr(reads, "_BYTES", 1)
     requests = Requests("h2o:48", Attention(SIZE**-0.5), 0)
     requests.mixed(8)
     requests.check()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.recurrence import CHUNK
 
-_LOGITS = 1 << 30  # bytes of a chunk's logits, all rows together, that a read may take at most
+_BYTES = 2 << 30  # logits of a chunk and copies of slots, all rows together, that a read may take about
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
 
 
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     def rows_at_once(self, size: int) -> int:
         """How many rows with a chunk of `size` tokens are read together."""
         row = 4 * self.heads * size * (self.slots + size) + 2 * (self.slots + size) * self.slot_bytes
-        return max(1, _LOGITS // row)
+        return max(1, _BYTES // row)
 
 
 @dataclass(frozen=True)
