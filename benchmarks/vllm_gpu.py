@@ -249,10 +249,11 @@ def memory_of(llm: Any) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     about["free_bytes"] = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     if os.environ.get("MSRNN_POLICY"):
+        from msrnn.hf.geometry import geometry
         from msrnn.policy import Plan, parse_policy
-        from msrnn.vllm.cost import layers_of, price
+        from msrnn.vllm.cost import price
 
-        layers = layers_of(config.model_config.hf_config)
+        layers = geometry(config.model_config.hf_config)
         plan = Plan((parse_policy(os.environ["MSRNN_POLICY"]),) * len(layers))
         state, _ = price(layers, plan, config.model_config.dtype, config.model_config.max_model_len)
         about |= {"request_bytes": state, "predicted_blocks": tensors // state}

@@ -138,7 +138,6 @@ def test_options_that_do_not_go_with_a_state_are_refused(model, started, extra, 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"model_type": "mistral", "sliding_window": 128}, "sliding window of 128"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}, "latent attention"),
     ],
 )

@@ -58,13 +58,14 @@ def test_the_first_example_says_what_serve_says(llama, started, capsys):  # noqa
 @pytest.mark.parametrize("policy", ["tova:512", "h2o:512", "window+4:512"])
 def test_info_and_serve_agree(llama, started, capsys, policy):  # noqa: F811
     """Blocks are padded a little: not by a thousandth."""
-    from msrnn.hf.load import config
     from msrnn.budgets.profile import plan_for
-    from msrnn.vllm.cost import layers_of, price
+    from msrnn.hf.geometry import geometry
+    from msrnn.hf.load import config
+    from msrnn.vllm.cost import price
 
     assert main(["info", llama, policy, "--json"]) == 0
     info = json.loads(capsys.readouterr().out)["state_bytes"]
     read = config(llama)
-    layers = layers_of(read)
+    layers = geometry(read)
     state, _ = price(layers, plan_for(policy, len(layers)), read.dtype, 1)
     assert info < state < info * 1.001

@@ -29,7 +29,6 @@ SIZES = {
     "dtype": "float32",
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-SLIDING = LLAMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}
 DEEPSEEK = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -77,11 +76,10 @@ def tiny(tmp_path):
         (LLAMA, {"speculative_config": NGRAM}, "speculative decoding takes tokens back"),
         (LLAMA, {"kv_transfer_config": CONNECTOR}, "KV connectors move blocks of tokens"),
         (LLAMA, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
-        (SLIDING, {}, "layers with a sliding window of 32"),
         (DEEPSEEK, {}, "latent attention"),
         (LFM2, {}, "recurrent layers beside attention"),
     ],
-    ids=["speculative", "connector", "fp8", "sliding", "mla", "hybrid"],
+    ids=["speculative", "connector", "fp8", "mla", "hybrid"],
 )
 def test_an_engine_does_not_start(tiny, kind, options, reason):
     from msrnn.vllm.plugin import Refused

@@ -9,7 +9,6 @@ from msrnn.vllm.plugin import KNOWN, Refused, check_version
 
 LAYER = {
     "alibi_slopes": None,
-    "sliding_window": None,
     "kv_cache_dtype": "auto",
     "attn_type": "decoder",
     "kv_sharing_target_layer_name": None,
@@ -76,7 +75,6 @@ def test_a_research_policy_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"sliding_window": 4096}, "sliding window of 4096; .*use msrnn generate"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"attn_type": "encoder"}, "attention of type encoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "shares keys and values"),

@@ -193,14 +193,14 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> Any:
     """Note what a request takes and how many fit; the plan, with capacities as numbers."""
     from ..budgets.profile import plan_for
     from ..hf import load as models
-    from ..hf.geometry import text_config
+    from ..hf.geometry import geometry, text_config
     from ..system.sizes import human
-    from ..vllm.cost import layers_of, price
+    from ..vllm.cost import price
 
     parsed = vllm_options.parsed
     config = models.config(arguments.model, revision=parsed.revision, trust_remote_code=parsed.trust_remote_code)
     dtype = _dtype(parsed.dtype, config)
-    layers = layers_of(config)
+    layers = geometry(config)
     context = getattr(text_config(config), "max_position_embeddings", None)
     length = _vllm_length(parsed.max_model_len) or arguments.length or context
     if length is None:

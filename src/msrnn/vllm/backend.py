@@ -69,8 +69,8 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
 
 
 @cache
-def backend_for(policy: Policy, heads: int) -> type[BoundedBackend]:
-    """The backend class of layers with this policy and so many query heads.
+def backend_for(policy: Policy, heads: int, window: int | None = None) -> type[BoundedBackend]:
+    """The backend class of layers with this policy, so many query heads and this window of the model's own.
 
     vLLM asks the class, not a layer, for the size of a block; so there is one class for each size.
     """
@@ -78,7 +78,7 @@ def backend_for(policy: Policy, heads: int) -> type[BoundedBackend]:
     class LayerBackend(BoundedBackend):
         @classmethod
         def customize_spec(cls, spec: Any) -> BoundedSpec:
-            return bounded_spec(spec, policy, heads)
+            return bounded_spec(spec, policy, heads, window)
 
     return LayerBackend
 

@@ -22,7 +22,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of one layer and one request."""
+    """The slots of one layer and one request; `window`: the model's own, in this layer."""
 
     policy: Policy
     heads: int
@@ -30,12 +30,13 @@ class Layout:
     key_size: int
     value_size: int
     dtype: torch.dtype
+    window: int | None = None
 
     @cached_property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor of a request's slots."""
-        slots = slot_count(self.policy)
-        if slots is None:
+        slots = slot_count(self.policy, self.window)
+        if slots is None or self.policy.capacity is None:
             raise ValueError(f"{self.policy} is not bounded")
         units = unit_count(self.policy, self.heads, self.kv_heads)
         stored, accumulation = max(self.kv_heads, units), torch.promote_types(self.dtype, torch.float32)
@@ -46,9 +47,9 @@ class Layout:
             "next": ((units,), torch.int64),
             "seen": ((), torch.int64),
         }
-        if keeps_scores(self.policy):
+        if keeps_scores(self.policy, self.window):
             parts["scores"] = ((units, slots), accumulation)
-        if keeps_gains(self.policy):
+        if keeps_gains(self.policy, self.window):
             parts["gains"] = ((stored, slots), accumulation)
         return parts
 
@@ -74,7 +75,7 @@ class Layout:
             memory = typed[dtype]
             begin = memory.storage_offset() + start // dtype.itemsize
             views[name] = memory.as_strided((len(blocks), *shape), (memory.stride(0), *strides), begin)
-        return Slots(**views, limit=slot_count(self.policy))
+        return Slots(**views, limit=slot_count(self.policy, self.window))
 
 
 def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:

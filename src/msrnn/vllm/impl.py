@@ -43,7 +43,6 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         refusals.check(config)
         refusals.check_layer(
             alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
             kv_cache_dtype=kv_cache_dtype,
             attn_type=attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
@@ -51,20 +50,23 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self.sinks, self.softcap = sinks, logits_soft_cap or None
+        self.sinks, self.softcap, self.window = sinks, logits_soft_cap or None, sliding_window
         self._layers = config.compilation_config.static_forward_context
         self._config = config
         self._layouts: dict[torch.dtype, Layout] = {}
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Now the layer has a name, and so a policy; its backend class tells vLLM the size of a block."""
+        """Now the layer has a name, and so a policy; its backend class tells vLLM the size of a block.
+
+        A window of the model's own is part of that: to vLLM all layers look alike.
+        """
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", 0) is self)
         self.policy = settings.policy_of(extract_layer_index(name))
-        layer.attn_backend = backend_for(self.policy, self.num_heads)
+        layer.attn_backend, layer.sliding_window = backend_for(self.policy, self.num_heads, self.window), None
 
     @cached_property
     def attention(self) -> Attention:
-        return attention_of(self.policy, self.num_heads, self.scale, self.softcap, self.sinks)
+        return attention_of(self.policy, self.num_heads, self.scale, self.softcap, self.sinks, self.window)
 
     def forward(
         self,
@@ -97,7 +99,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         dtype = layer.kv_cache.dtype if dtype is None else dtype
         if dtype not in self._layouts:
             sizes = (self.num_heads, self.num_kv_heads, self.head_size, layer.head_size_v)
-            self._layouts[dtype] = Layout(self.policy, *sizes, dtype)
+            self._layouts[dtype] = Layout(self.policy, *sizes, dtype, self.window)
         return self._layouts[dtype]
 
     def blocks(self, layer: Any) -> Slots:

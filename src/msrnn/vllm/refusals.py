@@ -56,18 +56,12 @@ def _foreign(transfer: Any) -> bool:
 def check_layer(
     *,
     alibi_slopes: list[float] | None,
-    sliding_window: int | None,
     kv_cache_dtype: str,
     attn_type: str,
     kv_sharing_target_layer_name: str | None,
     **extra: Any,
 ) -> None:
     """Refuse arguments of an attention layer that would change what it sees."""
-    if sliding_window is not None:
-        raise Refused(
-            f"the model has layers with a sliding window of {sliding_window}; not supported inside vLLM yet, use "
-            "msrnn generate"
-        )
     if alibi_slopes is not None:
         raise Refused("the model's attention has ALiBi biases; msrnn cannot bound it")
     if attn_type != "decoder":

@@ -16,6 +16,7 @@ from vllm.distributed import (
 )
 
 from ..core.attention import Attention
+from ..core.slots import decides_by_age
 from ..policy import Policy
 from .plugin import Refused
 
@@ -39,13 +40,15 @@ class Sharded(Attention):
         return rows[:, self.rank * self.local_heads : (self.rank + 1) * self.local_heads]
 
 
-def attention_of(policy: Policy, heads: int, scale: float, softcap: float | None, sinks: Tensor | None) -> Attention:
+def attention_of(
+    policy: Policy, heads: int, scale: float, softcap: float | None, sinks: Tensor | None, window: int | None = None
+) -> Attention:
     """The attention of a layer of which this process holds `heads` query heads."""
-    decide_together = policy.scope == "layer" and not policy.blind
+    decide_together = policy.scope == "layer" and not decides_by_age(policy, window)
     if not decide_together or get_tensor_model_parallel_world_size() == 1:
-        return Attention(scale, softcap, None, sinks)
+        return Attention(scale, softcap, window, sinks)
     if sinks is not None:
         raise Refused(
             "the model has learned sinks, and its heads are split over processes; use one process, or tova-head"
         )
-    return Sharded(scale, softcap, None, sinks, get_tensor_model_parallel_rank(), heads)
+    return Sharded(scale, softcap, window, sinks, get_tensor_model_parallel_rank(), heads)

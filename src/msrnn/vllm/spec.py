@@ -20,15 +20,16 @@ class BoundedSpec(CircularBufferSpec):  # type: ignore[misc]
 
     policy: Policy
     query_heads: int
+    window: int | None = None
 
     @property
     def layout(self) -> Layout:
         size_v = self.head_size_v
-        return Layout(self.policy, self.query_heads, self.num_kv_heads, self.head_size, size_v, self.dtype)
+        return Layout(self.policy, self.query_heads, self.num_kv_heads, self.head_size, size_v, self.dtype, self.window)
 
 
-def bounded_spec(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
-    """Replace the spec of a full-attention layer, to which vLLM would give one block after the other."""
+def bounded_spec(spec: Any, policy: Policy, heads: int, window: int | None = None) -> BoundedSpec:
+    """Replace the spec of a layer, to which vLLM would give one block after the other; window: the model's own."""
     if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         raise Refused(f"a layer with a {type(spec).__name__} of vLLM cannot be bounded: {spec}")
     if spec.kv_quant_mode != KVQuantMode.NONE or not spec.dtype.is_floating_point:
@@ -36,11 +37,12 @@ def bounded_spec(spec: Any, policy: Policy, heads: int) -> BoundedSpec:
     names = {field.name for field in fields(spec)}  # vLLM 0.30 knows fewer than 0.32
     shared = {"num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards"} & names
     values = {name: getattr(spec, name) for name in shared} | dict.fromkeys({"dcp_sharded"} & names, False)
-    layout = Layout(policy, heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype)
+    layout = Layout(policy, heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype, window)
     return BoundedSpec(
         **values,
         policy=policy,
         query_heads=heads,
+        window=window,
         block_size=_TOKENS,
         tokens_per_state=_TOKENS,
         num_head_slots=1,
