@@ -97,7 +97,8 @@ def _family(process: psutil.Process) -> list[str]:
 
 def watch(page: Page, text: str, policy: str, full: bool) -> dict[str, Any]:
     """Read the text at full speed; frames, heap and time."""
-    page.fill("#source", text)
+    put = "(field, text) => { field.value = text; field.dispatchEvent(new Event('input')); }"
+    page.locator("#source").evaluate(put, text)
     page.locator('fieldset[data-lane="0"] .policy-text').fill(policy)
     page.set_checked("#full", full)
     page.locator("#speed").evaluate("(element) => { element.value = ''; }")

@@ -247,6 +247,23 @@ def test_what_cannot_be_read_is_said_and_nothing_is_lost(page, playground, tmp_p
     expect(page.locator("#alert")).to_be_hidden()
 
 
+def test_a_long_paste_does_not_hang(page, client):
+    page.goto(client.url)
+    expect(page.locator("#source")).not_to_have_value("")
+    text = "a line of a long text\n" * 8000
+    paste = """(field, text) => {
+      const data = new DataTransfer();
+      data.setData("text/plain", text);
+      field.select();
+      field.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true, bubbles: true }));
+      return field.value === text;
+    }"""
+    began = time.monotonic()
+    assert page.locator("#source").evaluate(paste, text)
+    expect(page.locator("#source-size")).to_contain_text("176,000 characters")
+    assert time.monotonic() - began < 10
+
+
 def test_text_is_never_markup(page, client):
     begin(
         page,
