@@ -1,9 +1,9 @@
-"""The longer proofs of msrnn inside vLLM, on a CPU: `python benchmarks/vllm_long.py [part ...]`, in .venv-vllm.
+"""The longer proofs of msrnn inside vLLM: `python benchmarks/vllm_long.py [part ...]`, in .venv-vllm.
 
 Parts: tp (3 processes share the heads), pp (2 share the layers), many (200 requests at once over HTTP at a memory
 where stock vLLM preempts, among clients that leave or ask wrongly), killed (a worker dies in the middle). Each prints
 one line and adds a record to results/vllm.jsonl; the script ends with 1 if any failed. Small model, float32, greedy:
-equal means token for token.
+equal means token for token. On a GPU: many and killed, with CUDA graphs, and RESULTS=FILE for the records.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from conditions import conditions, write
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results" / "vllm.jsonl"
+RESULTS = Path(os.environ.get("RESULTS", HERE.parent / "results" / "vllm.jsonl"))
 NEW = 12
 POLICY = "tova:64"
 Result = dict[str, object]
@@ -159,7 +160,9 @@ def killed() -> Result:
 
     with server(POLICY, "--kv-cache-memory-bytes", str(64 << 20)) as (url, process):
         family = psutil.Process(process.pid).children(recursive=True)
-        worker = next(child.pid for child in family if "Worker" in " ".join([child.name(), *child.cmdline()]))
+        names = {child.pid: " ".join([child.name(), *child.cmdline()]) for child in family}
+        workers = [pid for pid, name in names.items() if "Worker" in name]  # one GPU is the engine's own worker
+        worker = (workers or [pid for pid, name in names.items() if "EngineCore" in name])[0]
         request = asyncio.run(_broken(url, _texts(1, 200)[0], worker))
         code = process.wait(60)  # raises if the server hangs
         _, left = psutil.wait_procs(family, 30)
@@ -179,7 +182,7 @@ def server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = ["--dtype", "float32", "--max-model-len", "1024", "--port", str(port)]
-    common += [] if graph else ["--enforce-eager"]
+    common += [] if graph or torch.cuda.is_available() else ["--enforce-eager"]
     if policy is None:
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled())]
     else:
