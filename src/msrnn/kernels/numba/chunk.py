@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,13 +18,14 @@ from ...core.slots import NEVER, age_limits, decides_by_age
 from ...core.workspace import Workspace
 from ...policy import Policy
 from .compact import move_unit, plan_unit
+from .compile import FAST_MATH, jit
 from .mask import mask_unit
-from .scan import FAST_MATH, limits_of, scan_unit
+from .scan import limits_of, scan_unit
 from .threads import parallel_for, units_of
 
 ROWS = 64  # of a chunk at most: with 9 heads and 512 slots its weights just fit into a core's L2 cache
 _NEVER = np.int64(NEVER)
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
+_jit = jit(FAST_MATH)
 
 
 class _Views(NamedTuple):

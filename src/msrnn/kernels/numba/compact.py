@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.slots import NEVER
-from .scan import FAST_MATH
+from .compile import FAST_MATH, jit
 from .threads import parallel_for, units_of
 
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
+_jit = jit(FAST_MATH)
 _NEVER = np.int64(NEVER)
 _WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # rows move as words: NumPy has no bfloat16
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from torch import Tensor
 
 from ...core.attention import LARGEST_SUM, SMALLEST_SUM, OutOfRange
-from .scan import FAST_MATH
+from .compile import FAST_MATH, jit
 from .threads import parallel_for, units_of
 
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
+_jit = jit(FAST_MATH)
 
 
 def mask_exponentials(

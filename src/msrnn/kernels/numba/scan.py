@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,12 +17,12 @@ from ...core.buffers import buffer
 from ...core.slots import NEVER, Columns
 from ...policy import Policy
 from ..torch.scan import Scan
+from .compile import FAST_MATH, jit
 from .threads import parallel_for, units_of
 
 _NEVER = np.int64(NEVER)
 _GONE = np.int32(2**31 - 1)  # the age of a column that is empty or has left: past every limit
-FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: a row with an overflow must be seen
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
+_jit = jit(FAST_MATH)
 
 
 def scan(

@@ -16,7 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, types
 from numba.extending import intrinsic, overload
 
-from .scan import FAST_MATH
+from .compile import FAST_MATH, cfunc, jit
 
 _LOG2E = 1.4426950408889634
 _LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
@@ -33,9 +33,9 @@ WORK = np.dtype(
 )
 _Work: Any = numba.from_dtype(WORK)
 
-_jit: Any = numba.njit(nogil=True, cache=True, fastmath=FAST_MATH, error_model="numpy")
-_exact: Any = numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
-_ordered: Any = numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz"}, error_model="numpy")
+_jit = jit(FAST_MATH)
+_exact = jit({"contract", "nsz"})
+_ordered = jit({"nnan", "nsz"})
 
 
 @intrinsic
@@ -346,5 +346,4 @@ KERNELS = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bf
 @cache
 def compiled(dtype: torch.dtype) -> Any:
     """What every thread runs, for states of a dtype; compiled when it is first wanted, and kept on disk."""
-    how = numba.cfunc(types.void(types.CPointer(_Work)), nopython=True, cache=True, error_model="numpy")
-    return how(KERNELS[dtype])
+    return cfunc(types.void(types.CPointer(_Work)), KERNELS[dtype])

@@ -52,7 +52,7 @@ def scan(
     n = tl.arange(0, WIDE)
     inside = n < columns
     position = tl.load(positions + n, mask=inside, other=-1)
-    position = tl.where(position < 0, _GONE, position).to(tl.int32)
+    position = tl.where(position < 0, _GONE, tl.minimum(position, _GONE)).to(tl.int32)
     score = tl.load(scores + n, mask=inside, other=0.0)
     victim = tl.full([2 * ROWS], -1, tl.int32)  # the columns that leave after the rows of the last block and of this
     helpers = max(programs - 1, 1)

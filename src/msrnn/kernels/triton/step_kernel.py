@@ -226,7 +226,8 @@ def finish(
         b, unit = program // UNITS, program % UNITS
         home, now, spot, active = _place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
         positions += home * positions_b + unit * slots
-        born = _shifted(positions, spot, slots, -1, WIDE).to(tl.int32)
+        born = _shifted(positions, spot, slots, -1, WIDE)
+        born = tl.minimum(tl.maximum(born, -1), UNLIMITED).to(tl.int32)
         score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
         if SCORED:
             score, new = _mean(
