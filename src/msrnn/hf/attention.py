@@ -81,7 +81,7 @@ class _Switch:
             self._enter(module, cache)
 
     def leave(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if _bounded_cache(args, kwargs) is not None:
+        if self.calls and _bounded_cache(args, kwargs) is not None:
             self._leave(module)
 
     @property
@@ -91,31 +91,35 @@ class _Switch:
 
     @outside_graphs
     def _enter(self, module: PreTrainedModel, cache: Any) -> None:
-        self._leave(module)  # a call of this module that never came to its end
+        if self.calls:
+            self._leave(module)  # a call of this module that never came to its end
         if cache is None:
             return
         if not same_shape(cache.config, self.config):
             raise BoundIgnored("this cache was made for another model; make one with msrnn.cache(model, policy)")
         cache.check()
-        with _lock:
-            if not self.calls:
-                self.before, self.config._attn_implementation = self.config._attn_implementation, NAME
+        with _lock:  # in this order: a signal between any two lines leaves nothing that `_leave` does not mend
+            if self.config._attn_implementation != NAME:
+                self.before = self.config._attn_implementation
             self.calls.setdefault(threading.get_ident(), []).append((module, cache))
+            self.config._attn_implementation = NAME
             cache.calls += 1
 
     @outside_graphs
     def _leave(self, module: PreTrainedModel) -> None:
         thread = threading.get_ident()
         with _lock:
-            for place, (other, cache) in enumerate(self.calls.get(thread, ())):
-                if other is module:
-                    cache.calls -= 1
-                    del self.calls[thread][place]
-                    break
-            if not self.calls.get(thread, True):
-                del self.calls[thread]
-                if not self.calls:
-                    self.config._attn_implementation = self.before
+            calls = self.calls.get(thread, [])
+            mine = next((call for call in calls if call[0] is module), None)
+            if mine is not None:
+                mine[1].calls = max(0, mine[1].calls - 1)
+            others = [call for call in calls if call is not mine]
+            if not others and self.calls.keys() <= {thread}:
+                self.config._attn_implementation = self.before
+            if others:
+                self.calls[thread] = others
+            else:
+                self.calls.pop(thread, None)
 
 
 def _bounded_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
