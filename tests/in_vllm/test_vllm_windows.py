@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from msrnn.policy import Plan, parse_policy
 from tests.in_vllm.engines import engine, greedy
 
 WINDOW = 24
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -21,7 +22,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 3}
 MODELS = {
     "mistral": ("MistralConfig", {}),
     "gemma2": ("Gemma2Config", MIXED | {"query_pre_attn_scalar": 16}),
@@ -29,6 +30,7 @@ MODELS = {
     "gpt-oss": ("GptOssConfig", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 LENGTHS = (5, 90, 1, 30, 150)
+POLICIES = ("tova:16", "h2o:16", "h2o:40", "tova:40", "window+4:16", "tova:16,gain=value_norm")  # one for each layer
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -45,22 +47,22 @@ def tiny(request, tmp_path_factory):
     return str(folder), model
 
 
-@pytest.mark.parametrize("policy", ["tova:16", "h2o:40", "window+4:16"])
-def test_a_layer_keeps_its_own_window(tiny, policy):
-    """Capacities below and above the window; prompts in pieces, all in the same batches."""
+def test_a_layer_keeps_its_own_window(tiny):
+    """Capacities below and above the window, several kinds of policy; prompts in pieces, all in the same batches."""
     import msrnn
 
     folder, model = tiny
     torch.manual_seed(1)
     prompts = [torch.randint(3, 128, (length,)).tolist() for length in LENGTHS]
     options = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with engine(folder, policy, **options, kv_cache_memory_bytes=1 << 24) as llm:
+    with engine(folder, ";".join(POLICIES), **options, kv_cache_memory_bytes=1 << 24) as llm:
         (group, *others) = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         assert not others, "one block per request for all layers"
-        assert len(group.layer_names) == 3
+        assert len(group.layer_names) == 6
         outputs = greedy(llm, prompts, 8)
+    plan, model.generation_config.eos_token_id = Plan(tuple(map(parse_policy, POLICIES))), None
     for ids, tokens in zip(prompts, outputs, strict=True):
         inputs = torch.tensor([ids])
-        lengths = {"max_new_tokens": 8, "min_new_tokens": 8}
-        expected = model.generate(inputs, past_key_values=msrnn.cache(model, policy), do_sample=False, **lengths)
+        cache = msrnn.cache(model, plan)
+        expected = model.generate(inputs, past_key_values=cache, do_sample=False, max_new_tokens=8)
         assert tokens == expected[0, len(ids) :].tolist()

@@ -68,12 +68,16 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
         raise Refused(f"a layer has no policy yet, because vLLM asks for its block size before it is loaded: {spec}")
 
 
-@cache
 def backend_for(policy: Policy, heads: int, window: int | None = None) -> type[BoundedBackend]:
     """The backend class of layers with this policy, so many query heads and this window of the model's own.
 
     vLLM asks the class, not a layer, for the size of a block; so there is one class for each size.
     """
+    return _backend(policy, heads, window)
+
+
+@cache
+def _backend(policy: Policy, heads: int, window: int | None) -> type[BoundedBackend]:
 
     class LayerBackend(BoundedBackend):
         @classmethod
