@@ -9,9 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Cell = dict[str, float | int | str]
 
@@ -73,9 +79,44 @@ def _record(path: str | Path, number: int, line: Mapping[str, Any]) -> Record:
     if unknown:
         raise ValueError(f"{path}:{number}: not a record of this version: it has the field {unknown[0]!r}")
     try:
-        return Record(**line)
+        return checked(Record(**line), f"{path}:{number}")
     except TypeError as error:
         raise ValueError(f"{path}:{number}: not a whole record: {str(error).split('() ')[-1]}") from None
+
+
+def checked(record: Record, where: str) -> Record:
+    """The record itself, if its fields are what they say: files come from anywhere, and figures rely on them."""
+    for f in fields(Record):
+        value, (kinds, allowed) = getattr(record, f.name), _FIELDS[f.name]
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"{where}: not a record: {f.name} is {_brief(value)}, not {allowed}")
+        if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
+            raise ValueError(f"{where}: not a record: {f.name} is {_brief(value)}; it must be below {_LARGEST:.0e}")
+    scalars = [*record.cell.values(), *record.versions.values()]
+    numbers = [number for part in record.parts.values() if isinstance(part, dict) for number in part.values()]
+    for value in scalars + numbers:
+        real = isinstance(value, int | float) and -_LARGEST < value < _LARGEST
+        if not real and not (isinstance(value, str) or value is None):
+            raise ValueError(f"{where}: not a record: {_brief(value)} is neither a number below 1e+30 nor a text")
+    return record
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_LARGEST = 1e30
+_TEXT, _WHOLE, _NUMBER, _TABLE = (str, "a text"), (int, "a whole number"), ((int, float), "a number"), (dict, "a table")
+_MAYBE = ((int, float, type(None)), "a number or null")
+_FIELDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("task", "model", "policy", "metric", "dtype", "machine", "commit", "date", "run"), _TEXT),
+    **dict.fromkeys(("samples", "groups", "seed", "peak_bytes"), _WHOLE),
+    **dict.fromkeys(("value", "seconds"), _NUMBER),
+    **dict.fromkeys(("capacity", "low", "high"), _MAYBE),
+    **dict.fromkeys(("versions", "cell", "settings", "parts"), _TABLE),
+    "command": _TEXT,
+}
 
 
 def append_lines(path: str | Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -83,11 +124,32 @@ def append_lines(path: str | Path, lines: Iterable[Mapping[str, Any]]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-    with target.open("ab+") as file:
+    with target.open("ab+", buffering=0) as file, _locked(file):
         _drop_incomplete_line(file)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        end = file.seek(0, os.SEEK_END)
+        try:
+            _write(file, text)
+            os.fsync(file.fileno())
+        except OSError:  # a full disk: all of the lines, or none
+            file.truncate(end)
+            raise
+
+
+def _write(file: Any, data: bytes) -> None:
+    """All of it: a disk that fills up takes a part without a word."""
+    while data:
+        data = data[file.write(data) :]
+
+
+@contextmanager
+def _locked(file: Any) -> Iterator[None]:
+    """Processes that append to one file take turns, where the system has locks."""
+    if fcntl is None:
+        yield
+        return
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+    yield  # closing the file unlocks it
 
 
 def _drop_incomplete_line(file: Any) -> None:
@@ -119,7 +181,7 @@ def json_object(raw: bytes, where: str) -> dict[str, Any]:
     """The object in one line of JSON; the error names `where` if there is none."""
     try:
         line = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(line, dict):
         raise ValueError(f"{where}: a JSON object was expected, not {type(line).__name__}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"{target} is a folder; give the name of a file")
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent} is not a folder; make it first")
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    prefix = f".{target.name}.{platform.node()}."
+    _remove_stale(target.parent, prefix)
+    handle, name = tempfile.mkstemp(prefix=f"{prefix}{os.getpid()}.", suffix=".part", dir=target.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -34,6 +38,24 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _remove_stale(folder: Path, prefix: str) -> None:
+    """Temporary files of the same target that processes of this machine left when they were killed."""
+    for path in folder.glob(f"{glob.escape(prefix)}*.part"):
+        process = path.name.removeprefix(prefix).partition(".")[0]
+        if process.isdigit() and not _lives(int(process)):
+            path.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -42,10 +64,14 @@ def _umask() -> int:
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # imports torch, which texts and figures do not need
 
-    with atomic_write(path) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
+    try:
+        with atomic_write(path) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
+    except SafetensorError as error:  # what an OSError becomes there
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:
