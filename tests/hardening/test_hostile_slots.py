@@ -20,5 +20,5 @@ def test_no_kernel_trusts_a_position(operations: str) -> None:
     command = [sys.executable, str(SCRIPT), operations]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, (done.returncode, done.stdout[-300:], done.stderr[-1500:])
-    assert len(done.stdout.splitlines()) == (150 if operations == "interpreted" else 450)
-    assert done.stdout.count(": ran") > 100
+    assert len(done.stdout.splitlines()) == (50 if operations == "interpreted" else 450)
+    assert done.stdout.count(": ran") > 40

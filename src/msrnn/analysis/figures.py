@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..eval.record import Record
 from .benchmarks import SERVED
@@ -102,16 +104,33 @@ def draw(
     """Every figure that the records have something for: its name, the model, the file. One for each model."""
     several = len(models(records)) > 1
     for model in models(records):
-        subset = [one for one in records if one.model == model]
+        subset = [_literal(one) for one in records if one.model == model]
         for name, figure in RECORD_FIGURES.items():
             if only in (None, name) and has_data(name, subset):
-                file = f"{name}-{model}.{kind}" if several else f"{name}.{kind}"
+                file = f"{name}-{_file_name(model)}.{kind}" if several else f"{name}.{kind}"
                 yield name, model, figure.draw(subset, folder / file)
 
 
 def draw_trace(
     trace: Trace, stem: str, folder: Path, *, only: str | None = None, kind: str = "png"
 ) -> Iterator[tuple[str, Path]]:
+    trace = replace(trace, policy=_escape(trace.policy), model=_escape(trace.model))
     for name, (draw_figure, _) in TRACE_FIGURES.items():
         if only in (None, name):
             yield name, draw_figure(trace, folder / f"{stem}-{name}.{kind}")
+
+
+def _file_name(text: str) -> str:
+    """A model's name as part of a file's: whatever it says, the file is in the folder that was given."""
+    return re.sub(r"[^\w.+-]", "_", text)[:100].lstrip(".") or "_"
+
+
+def _literal(record: Record) -> Record:
+    """The record with texts that matplotlib shows as they are."""
+    texts: dict[str, Any] = {name: _escape(getattr(record, name)) for name in ("model", "policy", "machine", "dtype")}
+    return replace(record, **texts)
+
+
+def _escape(text: str) -> str:
+    """Dollar signs would begin a formula, and control characters have no glyph."""
+    return "".join(letter if letter.isprintable() else " " for letter in text).replace("$", r"\$")[:300]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..eval.record import Record, read_lines, read_records
+from ..eval.record import Record, checked, read_lines, read_records
 from .benchmarks import from_benchmark
 from .policy_names import family
 
@@ -43,7 +43,14 @@ def _read(path: Path) -> list[Record]:
     first = next((line for _, line in read_lines(path)), None)
     if first is None or "metric" in first:
         return read_records(path)
-    return [record for _, line in read_lines(path) for record in from_benchmark(line)]
+    return [record for number, line in read_lines(path) for record in _benchmark(line, f"{path}:{number}")]
+
+
+def _benchmark(line: dict[str, Any], where: str) -> list[Record]:
+    try:
+        return [checked(record, where) for record in from_benchmark(line)]
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{where}: not a row of a benchmark: {type(error).__name__} {str(error)[:100]}") from None
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

@@ -14,6 +14,7 @@ from ..policy import Plan, PolicyLike, check_kind, per_layer, split_policy
 from .allocate import allocate
 
 KIND = "msrnn profile 1"
+_LARGEST, _MOST_LAYERS, _LARGEST_FILE = 2**31, 10_000, 1 << 24
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
@@ -44,18 +45,27 @@ def open_profile(path: str | Path) -> dict[str, Any]:
     """A profile file: JSON with a list of whole numbers under `capacities`, or one for each average it was made for."""
     file = profile_path(path)
     try:
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes, and a profile has a few thousand")
         profile = json.loads(file.read_text())
     except OSError as error:
         shipped = ", ".join(sorted(other.stem for other in _SHIPPED.glob("*.json")))
         other = f"; msrnn comes with: {shipped}" if shipped else ""
         raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"profile {path} is not JSON: {error}") from error
     if not isinstance(profile, dict) or not _is_capacities(profile.get("capacities")):
         raise ValueError(f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer')
     others = profile.get("allocations", {})
     if not isinstance(others, dict) or not all(map(_is_capacities, others.values())):
         raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
+    layers = len(profile["capacities"])
+    if any(len(other) != layers for other in others.values()):
+        raise ValueError(f'profile {path}: "allocations" must have {layers} layers each, as "capacities" has')
+    if "curves" in profile and not _are_curves(profile["curves"], layers):
+        raise ValueError(f'profile {path}: "curves" must have, for each of {layers} layers, pairs of a size and a loss')
+    if not _is_model(profile.get("model")):
+        raise ValueError(f'profile {path}: "model" must be a table with numbers under "weights"')
     return profile
 
 
@@ -73,12 +83,36 @@ def read_profile(path: str | Path, average: int | None = None) -> list[int]:
     try:
         curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
         return allocate(curves, average * len(capacities))
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
 
 
 def _is_capacities(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(_is_whole(c) and c > 0 for c in given)
+    """One whole number per layer, of a size that a machine may have."""
+    return isinstance(given, list) and 0 < len(given) <= _MOST_LAYERS and all(map(_is_capacity, given))
+
+
+def _is_capacity(given: object) -> bool:
+    return _is_whole(given) and 0 < given < _LARGEST  # type: ignore[operator]
+
+
+def _are_curves(given: object, layers: int) -> bool:
+    """For each layer pairs of a capacity and a finite loss."""
+    if not isinstance(given, list) or len(given) != layers:
+        return False
+    points = [point for curve in given if isinstance(curve, list) for point in curve]
+    pairs = all(isinstance(point, list) and len(point) == 2 for point in points)
+    return pairs and all(map(bool, given)) and all(_is_capacity(size) and _is_finite(loss) for size, loss in points)
+
+
+def _is_model(given: object) -> bool:
+    """Whom a profile was made for; a profile need not say."""
+    weights = given.get("weights", {}) if isinstance(given, Mapping) else {}
+    return isinstance(weights, Mapping) and all(map(_is_finite, weights.values()))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def _is_whole(value: object) -> bool:

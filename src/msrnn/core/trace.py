@@ -90,5 +90,34 @@ class Trace:
         if about.get("kind") != _KIND:
             raise ValueError(f"{path} is not a trace of this version of msrnn; make one with `msrnn trace`")
         tokens = tensors.pop("tokens", None)
+        message = _fault(about, tensors, tokens)
+        if message is not None:
+            raise ValueError(f"{path} is not a trace: {message}; make one with `msrnn trace`")
         deaths = [tensors[f"layer.{i}"] for i in range(len(tensors))]
         return cls(deaths, about["policy"], about["model"], tokens, json.loads(about["notes"]))
+
+
+def _fault(about: dict[str, str], layers: dict[str, Tensor], tokens: Tensor | None) -> str | None:
+    """What is wrong with the contents of a file, in words; None if nothing is."""
+    if not {"policy", "model", "notes"} <= about.keys() or not _is_notes(about["notes"]):
+        return "its policy, model or notes are missing"
+    if not layers or layers.keys() != {f"layer.{i}" for i in range(len(layers))}:
+        return f"its layers are {', '.join(sorted(layers)[:3])} ..."
+    batch, _, length = layers["layer.0"].shape if layers["layer.0"].ndim == 3 else (0, 0, 0)
+    for name, deaths in layers.items():
+        if deaths.dtype != torch.int32 or deaths.ndim != 3 or (deaths.shape[0], deaths.shape[2]) != (batch, length):
+            return f"{name} is {deaths.dtype} {list(deaths.shape)}, not int32 [{batch}, units, {length}]"
+        inside = (deaths >= torch.arange(length)) & ((deaths < length) | (deaths == ALIVE))
+        if 0 in deaths.shape or not bool(inside.all()):
+            return f"in {name} a token leaves before it comes, or after the end"
+    if tokens is not None and (tokens.ndim != 2 or len(tokens) != batch or tokens.is_floating_point()):
+        return f"its tokens are {tokens.dtype} {list(tokens.shape)}"
+    return None
+
+
+def _is_notes(text: str) -> bool:
+    try:
+        notes = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())

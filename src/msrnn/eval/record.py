@@ -77,7 +77,7 @@ def read_records(path: str | Path) -> list[Record]:
 def _record(path: str | Path, number: int, line: Mapping[str, Any]) -> Record:
     unknown = sorted(set(line) - {f.name for f in fields(Record)})
     if unknown:
-        raise ValueError(f"{path}:{number}: not a record of this version: it has the field {unknown[0]!r}")
+        raise ValueError(f"{path}:{number}: not a record of this version: it has the field {_brief(unknown[0])}")
     try:
         return checked(Record(**line), f"{path}:{number}")
     except TypeError as error:

