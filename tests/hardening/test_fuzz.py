@@ -201,7 +201,7 @@ def test_hostile_names_in_reports_and_figures(name: str, tmp_path: Path, capsys:
     from msrnn.cli import main
 
     hostile = NAMES[name]
-    lines = [one for one in records.pg19()[:20] + records.retention()[:30]]  # noqa: C416
+    lines = records.pg19()[:9] + records.retention()[:12]
     changed = [replace(one, model=hostile, machine=hostile, command=hostile, commit=hostile) for one in lines]
     changed += [replace(one, policy=hostile, settings={hostile: hostile}) for one in lines[:3]]
     changed += lines

@@ -64,14 +64,10 @@ def _umask() -> int:
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file  # imports torch, which texts and figures do not need
+    from safetensors.torch import save  # imports torch, which texts and figures do not need
 
-    try:
-        with atomic_write(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
-    except SafetensorError as error:  # what an OSError becomes there
-        raise OSError(f"{path} cannot be written: {error}") from error
+    with atomic_write(path) as temporary:  # not its save_file, which has a temporary file of its own
+        temporary.write_bytes(save(tensors, metadata))
 
 
 def write_text(path: str | Path, text: str) -> None:
