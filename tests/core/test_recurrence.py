@@ -12,6 +12,7 @@ from torch import Tensor
 
 from msrnn.core import recurrence, reference
 from msrnn.core.attention import Attention
+from msrnn.core.rules import FOLDER
 from msrnn.core.slots import NEVER, Columns, Slots
 from msrnn.kernels.numba import chunk as numba_chunk
 from msrnn.kernels.numba import scan as numba_scan
@@ -19,6 +20,7 @@ from msrnn.kernels.torch import scan as torch_scan
 from msrnn.policy import Policy, parse_policy
 
 SCANS = {"eager": torch_scan.scan, "compiled": numba_scan.scan}
+RULES = sorted(file.stem for file in FOLDER.glob("[!_]*.py"))
 READS = {"recurrent": recurrence.read, "oneshot": recurrence.read_oneshot}
 
 
@@ -31,7 +33,7 @@ def policies(draw: st.DrawFn) -> Policy:
     scope = draw(st.sampled_from(["layer", "kv_head", "query_head"]))
     gain = draw(st.sampled_from([None, None, "value_norm"]))
     bounded = Policy(capacity, first, last, momentum, scope, gain)
-    rule = Policy(capacity, first, last, scope=scope, rule="key_difference")
+    rule = Policy(capacity, first, last, scope=scope, rule=draw(st.sampled_from(RULES)))
     return draw(st.sampled_from([bounded, bounded, bounded, rule, Policy(None, scope=scope)]))
 
 

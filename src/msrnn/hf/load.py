@@ -2,7 +2,7 @@
 
 A model is named by a hub name, a folder, a .gguf file, or nothing at all: then it is SmolLM2-135M-Instruct,
 which comes from the package index once and is kept, converted, in the user's cache. This file knows
-transformers and that cache; it refuses to know policies, states and adapters.
+transformers and that cache; it knows nothing of policies and states.
 """
 
 import contextlib
