@@ -48,7 +48,9 @@ def test_the_command_serves_with_the_model_asked_for_and_ends_with_ctrl_c(tmp_pa
     model = str(tiny_eval.save(tmp_path / "tiny"))
     options = ["--no-browser", "--port", "0", "--model", model, "--policy", "h2o:16"]
     command = [sys.executable, "-m", "msrnn", "play", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # a shell's background jobs ignore SIGINT, and their children inherit that
+    heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **heed)
     try:
         url = re.search(r"http://\S+", process.stderr.readline())[0]
         with urllib.request.urlopen(f"{url}api/info", timeout=60) as answer:
