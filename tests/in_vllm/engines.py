@@ -82,11 +82,11 @@ def build_prefix(hf_model, model: str, folder, name: str, ids: list[int], policy
     return str(path)
 
 
-def connector(files: dict[str, str]) -> dict:
-    """vLLM's option for prefixes, as `msrnn serve --prefix` passes it."""
+def connector(files: dict[str, str], **options: int) -> dict:
+    """vLLM's option for prefixes, as `msrnn serve --prefix` passes it; options: `states` and `every` of the pool."""
     from msrnn.vllm.prefix import CONNECTOR, FILES
 
-    return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files}}
+    return CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files, **options}}
 
 
 def external_hits(llm) -> float:

@@ -1,9 +1,10 @@
-"""Requests that begin with a prefix start from its saved state.
+"""Requests that begin as a prefix or an earlier prompt did start from its state.
 
 vLLM's KV connector is its interface for keys and values from elsewhere: the scheduler asks how many of a prompt's
 tokens need not be computed, and the workers fill the request's blocks before the batch runs. Here they come from a
-state file, made by `msrnn state build`. A prompt is compared with the prefix token by token, so a request never starts
-from a state that does not match it. vLLM counts positions on from the prefix.
+state file, made by `msrnn state build`, or from the pool of states that earlier requests left (`pool.py`). A prompt is
+compared with a file token by token, and with the pool by a cryptographic hash of all its tokens, so a request never
+starts from a state that does not match it. vLLM counts positions on from there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,17 +28,35 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ..core.slots import Slots, lowest_empty
 from . import metrics, settings
 from .backend import bounded_layers
+from .host import HostPool
 from .plugin import Refused
+from .pool import EVERY, INTERVAL, STATES, Index, keeps, keys_of
 from .prefix import FILES, Prefix, read_prefixes
 
 logger = init_logger("vllm.msrnn")
 
 
 @dataclass
-class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """Which prefix goes into which block before a batch."""
+class Copies(KVConnectorMetadata):  # type: ignore[misc]
+    """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (block, place) after it.
 
-    pairs: list[tuple[str, int]] = field(default_factory=list)
+    For the metrics: the tokens that the loads spare, and the states in the pool and evicted from it so far.
+    """
+
+    files: list[tuple[str, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+    states: int = 0
+    evictions: int = 0
+
+
+@dataclass
+class _Running:
+    """A request that vLLM has given a block."""
+
+    request: Any
+    block: int
 
 
 class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -44,22 +64,31 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        files = vllm_config.kv_transfer_config.kv_connector_extra_config.get(FILES, {})
-        self.prefixes = read_prefixes(tuple(sorted(files.items())))
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.prefixes = read_prefixes(tuple(sorted(options.get(FILES, {}).items())))
+        self.states, self.every = int(options.get(STATES, 0)), int(options.get(EVERY, INTERVAL))
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise Refused("prefixes need all layers in one KV cache group of vLLM, and this model has several")
-        self.loads = Loads()
+        self.copies = Copies()
         self.layers = vllm_config.compilation_config.static_forward_context
-        self.counters: Any = None
         model = vllm_config.model_config
         for prefix in self.prefixes.values():
             prefix.check(model.model, model.revision, model.dtype, [str(policy) for policy in settings.policies()])
+        # In the scheduler:
+        self.index = Index(self.states)
+        self.keys: dict[str, list[bytes]] = {}
+        self.running: dict[str, _Running] = {}
+        # In a worker:
+        self.pool: HostPool | None = None
+        self.counters: metrics.PrefixMeter | None = None
 
     # Called in the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        prefix = None if num_computed_tokens else self.match(request)
-        return (0 if prefix is None else len(prefix.tokens)), False
+        if num_computed_tokens or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        prefix = self.match(request)
+        return max(0 if prefix is None else len(prefix.tokens), self.match_pool(request)), False
 
     def match(self, request: Any) -> Prefix | None:
         """The longest prefix that a request begins with; if it names one (`prefix_id`), that one or none."""
@@ -72,55 +101,119 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("request %s names the prefix %r, but does not begin with it", request.request_id, name)
         return max(matches, key=lambda prefix: len(prefix.tokens), default=None)
 
+    def match_pool(self, request: Any) -> int:
+        """How many tokens of a request the longest state in the pool has read; its last token must be computed."""
+        return self.index.longest(self.keys_of(request)[: (request.num_tokens - 1) // self.every]) * self.every
+
+    def keys_of(self, request: Any) -> list[bytes]:
+        """The keys of a request's prompt; none where its tokens do not say all (images, embeddings)."""
+        tokens = request.prompt_token_ids
+        if not self.states or not tokens or request.mm_features or request.sampling_params is None:
+            return []
+        keys = self.keys.get(request.request_id, [])
+        if len(keys) != len(tokens) // self.every:
+            keys = self.keys[request.request_id] = keys_of(tokens, self.every, isolation_of(request))
+        return keys
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        ((block,),) = blocks.get_block_ids()
+        self.running[request.request_id] = _Running(request, block)
         if not num_external_tokens:
             return
         prefix = self.match(request)
-        assert prefix is not None, "it matched in get_num_new_matched_tokens"
-        ((block,),) = blocks.get_block_ids()
-        self.loads.pairs.append((prefix.name, block))
+        if prefix is not None and len(prefix.tokens) == num_external_tokens:
+            self.copies.files.append((prefix.name, block))
+            return
+        keys = self.keys_of(request)[: num_external_tokens // self.every]
+        self.copies.loads.append((self.index.use(keys), block))
+        self.copies.tokens += num_external_tokens
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        loads, self.loads = self.loads, Loads()
-        return loads
+    def build_connector_meta(self, scheduler_output: Any) -> Copies:
+        copies, self.copies = self.copies, Copies()
+        for name, size in scheduler_output.num_scheduled_tokens.items():
+            running = self.running[name]
+            position, keys = running.request.num_computed_tokens + size, self.keys_of(running.request)
+            if keys and keeps(position, running.request.num_prompt_tokens, self.every):
+                place = self.index.add(keys[: position // self.every])
+                copies.saves.extend([] if place is None else [(running.block, place)])
+        copies.states, copies.evictions = len(self.index), self.index.evictions
+        return copies
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        self.keys.pop(request.request_id, None)
+        self.running.pop(request.request_id, None)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """vLLM asks for it where states are of no use any more, as with new weights."""
+        self.index.clear()
+        return True
 
     # Called in a worker.
 
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take the pool's memory before the first request comes."""
+        if self.states:
+            self.pool = HostPool(self.states, self.blocks())
+
+    def blocks(self) -> list[Tensor]:
+        """Every layer's blocks as bytes, [blocks, bytes]; anew every time, as vLLM may move them."""
+        return [bytes_of(layer) for layer in bounded_layers(self.layers).values()]
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before the batch runs: copy every layer's slots of the prefix into the request's block."""
-        loads = self._get_connector_metadata()
-        assert isinstance(loads, Loads)
-        for name, block in loads.pairs:
+        """Before the batch runs: copy states into the blocks of requests that start from one."""
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        for name, block in copies.files:
             self.load(self.prefixes[name], block)
-        if loads.pairs and metrics.enabled():
-            self.count(loads)
+        if copies.loads:
+            assert self.pool is not None
+            layers = self.blocks()
+            for place, block in copies.loads:
+                self.pool.load(layers, place, block)
 
     def load(self, prefix: Prefix, block: int) -> None:
         for name, layer in bounded_layers(self.layers).items():
             copy_prefix(layer.impl.blocks(layer), block, prefix, extract_layer_index(name))
 
-    def count(self, loads: Loads) -> None:
-        if self.counters is None:
-            from prometheus_client import Counter
-
-            about = "Requests that started from a prefix's state, and the tokens they did not have to read."
-            self.counters = [Counter(f"msrnn_prefix_{unit}", about, ["prefix_id"]) for unit in ("hits", "tokens")]
-        hits, tokens = self.counters
-        for name, _ in loads.pairs:
-            hits.labels(name).inc()
-            tokens.labels(name).inc(len(self.prefixes[name].tokens))
-
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loaded before the batch began."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
+        """Saved when the batch has run."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """After the batch: copy the states that are kept out of their requests' blocks."""
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        if copies.saves:
+            assert self.pool is not None
+            layers = self.blocks()
+            for block, place in copies.saves:
+                self.pool.save(layers, block, place)
+        if metrics.enabled():
+            self.count(copies)
+
+    def count(self, copies: Copies) -> None:
+        if self.counters is None:
+            self.counters = metrics.PrefixMeter(0 if self.pool is None else self.pool.state_bytes)
+        for name, _ in copies.files:
+            self.counters.count_file(name, len(self.prefixes[name].tokens))
+        if self.pool is not None:
+            self.counters.count_pool(len(copies.loads), copies.tokens, copies.states, copies.evictions)
+
+
+def isolation_of(request: Any) -> str:
+    """What besides its tokens tells a request's states from another's."""
+    adapter = request.lora_request
+    lora = None if adapter is None else (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+    return repr((request.cache_salt, lora))
+
+
+def bytes_of(layer: Any) -> Tensor:
+    """A layer's blocks, [blocks, bytes]."""
+    memory: Tensor = layer.kv_cache.view(torch.uint8)
+    return memory.as_strided((len(memory), layer.impl.layout(layer).nbytes), (memory.stride(0), 1))
 
 
 def copy_prefix(blocks: Slots, block: int, prefix: Prefix, layer: int) -> None:

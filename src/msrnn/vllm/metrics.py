@@ -104,6 +104,41 @@ class Meter:
         self.running = running
 
 
+class PrefixMeter:
+    """Requests that started from a state, of a file or of the pool; state_bytes: this process's share of one."""
+
+    def __init__(self, state_bytes: int) -> None:
+        from prometheus_client import Counter, Gauge
+
+        def gauge(name: str, about: str) -> Any:
+            return Gauge(name, about, multiprocess_mode="livemostrecent")
+
+        self.state_bytes, self.evicted = state_bytes, 0
+        about = "Requests that started from a prefix's state, and the tokens they did not have to read."
+        self.hits, self.tokens = (Counter(f"msrnn_prefix_{unit}", about, ["prefix_id"]) for unit in ("hits", "tokens"))
+        if state_bytes:
+            about = "Requests that started from an earlier prompt's state, and the tokens they did not have to read."
+            self.pool_hits, self.pool_tokens = (
+                Counter(f"msrnn_prefix_pool_{unit}", about) for unit in ("hits", "tokens")
+            )
+            self.pool_evictions = Counter("msrnn_prefix_pool_evictions", "States that left the pool for others.")
+            self.pool_states = gauge("msrnn_prefix_pool_states", "States in the pool.")
+            self.pool_bytes = gauge("msrnn_prefix_pool_bytes", "Bytes of the states in the pool, in one process.")
+
+    def count_file(self, name: str, tokens: int) -> None:
+        self.hits.labels(name).inc()
+        self.tokens.labels(name).inc(tokens)
+
+    def count_pool(self, hits: int, tokens: int, states: int, evictions: int) -> None:
+        """hits, tokens: of a batch; states, evictions: since the start."""
+        self.pool_hits.inc(hits)
+        self.pool_tokens.inc(tokens)
+        self.pool_evictions.inc(evictions - self.evicted)
+        self.evicted = evictions
+        self.pool_states.set(states)
+        self.pool_bytes.set(states * self.state_bytes)
+
+
 def enabled() -> bool:
     """Whether this process publishes: metrics are on and it is the first; the others hold parts of the same states."""
     if not os.environ.get(_FOLDER):

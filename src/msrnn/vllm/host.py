@@ -1,0 +1,56 @@
+"""A worker's share of the pool of states: host memory, and the copies from and to a request's blocks.
+
+On a GPU nothing waits: memory is pinned, and a block is first copied on the device, so that its request may go on while
+a stream of its own brings the copy to the host. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STAGED = 4  # states copied on the device at once; more would take memory that vLLM has not counted
+
+
+class HostPool:
+    """`states` places for the state of a request; layers: [blocks, bytes] of every layer here."""
+
+    def __init__(self, states: int, layers: Sequence[Tensor]) -> None:
+        self.gpu = layers[0].is_cuda
+        self.memory = [torch.empty(states, layer.shape[1], dtype=torch.uint8, pin_memory=self.gpu) for layer in layers]
+        self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
+        self.copies: deque[torch.cuda.Event] = deque()
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(memory.shape[1] for memory in self.memory)
+
+    def save(self, layers: Sequence[Tensor], block: int, place: int) -> None:
+        """Copy a block's state to a place, after all that the device was told so far."""
+        if self.stream is None:
+            for memory, layer in zip(self.memory, layers, strict=True):
+                memory[place] = layer[block]
+            return
+        current = torch.cuda.current_stream()
+        while self.copies and self.copies[0].query():  # type: ignore[no-untyped-call]
+            self.copies.popleft()
+        staged = len(self.copies) < _STAGED
+        sources = [layer[block].clone() if staged else layer[block] for layer in layers]
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for memory, source in zip(self.memory, sources, strict=True):
+                memory[place].copy_(source, non_blocking=True)
+                source.record_stream(self.stream)
+            self.copies.append(self.stream.record_event())
+        if not staged:
+            current.wait_stream(self.stream)  # what runs next may write to the block
+
+    def load(self, layers: Sequence[Tensor], place: int, block: int) -> None:
+        """Copy a place's state into a block, before all that the device is told from now on."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        for memory, layer in zip(self.memory, layers, strict=True):
+            layer[block].copy_(memory[place], non_blocking=True)

@@ -1,0 +1,44 @@
+"""vLLM's scheduler, with pieces of prompts that end where states are kept for later requests.
+
+A state can be kept only between two batches, and vLLM ends a piece where its token budget does. It has a place for
+pieces that must end elsewhere, for recurrent models; a bounded state is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from .pool import EVERY, INTERVAL, piece
+
+
+class _Pieces:
+    """Mixed into vLLM's schedulers."""
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(vllm_config, *arguments, **options)
+        transfer = vllm_config.kv_transfer_config
+        self.every = INTERVAL if transfer is None else transfer.kv_connector_extra_config.get(EVERY, INTERVAL)
+        self.need_mamba_block_aligned_split = True
+
+    def _mamba_block_aligned_split(
+        self, request: Any, num_new_tokens: int, local_tokens: int = 0, external_tokens: int = 0
+    ) -> int:
+        start = request.num_computed_tokens + local_tokens + external_tokens
+        return piece(start, num_new_tokens, request.num_prompt_tokens, self.every)
+
+
+class PieceScheduler(_Pieces, Scheduler):  # type: ignore[misc]
+    pass
+
+
+class AsyncPieceScheduler(_Pieces, AsyncScheduler):  # type: ignore[misc]
+    pass
+
+
+def scheduler(vllm_config: Any, **options: Any) -> Any:
+    """What `--scheduler-cls` names: the class that vLLM's settings ask for."""
+    kind = AsyncPieceScheduler if vllm_config.scheduler_config.async_scheduling else PieceScheduler
+    return kind(vllm_config, **options)
