@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-NAMES = ("pg19", "squality", "qasper", "story", "extrapolation", "needle", "turns")
+NAMES = ("pg19", "squality", "qasper", "story", "extrapolation", "needle", "turns", "ruler", "babilong")
 
 
 def module(name: str) -> Any:

@@ -1,0 +1,292 @@
+"""TinyLlama on a GPU: the tables of the evaluation, most valuable first, within a number of seconds.
+
+    python experiments/tinyllama_gpu.py --data FOLDER --out FOLDER --seconds 300 [--only pg19 ruler ...] [--tiny]
+
+Every part has a limit of its own and is skipped when the time is up; records of a part that was cut cover the samples
+that all policies have finished. The same command goes on where it stopped, as long as the output folder is there.
+`--gguf FILE` and `--tokenizer FOLDER` name what experiments/tinyllama.py made (default: its cache). `--tiny` runs
+everything at a small size, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from books import split
+from tinyllama import NAME, gguf_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import msrnn
+from msrnn.budgets.calibrate import Meter, Settings, calibrate, chunks_of
+from msrnn.budgets.profile import dump
+from msrnn.eval import tasks
+from msrnn.eval.experiment import make_experiment
+from msrnn.eval.record import Record, write_records
+from msrnn.eval.run import run
+
+FEW = ("full", "tova", "window+4", "h2o", "fade")
+CONTEXT = 2048
+
+
+class TimeIsUp(Exception):
+    """A part's own limit, where it has no other way to stop."""
+
+
+@dataclass
+class Session:
+    """What all parts share. `end` is when the last part must have ended."""
+
+    model: Any
+    tokenizer: Any
+    options: argparse.Namespace
+    end: float
+    name: str = "tinyllama"
+
+    @property
+    def out(self) -> Path:
+        return Path(self.options.out) / f"{self.name}.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        return Path(self.options.out) / f"{NAME}.json"
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def eval(self, limit: float, **table: Any) -> None:
+        """One experiment, for at most `limit` seconds, into the records of the session."""
+        if self.options.tiny:
+            table |= {"limit": 2, "batch": 2}
+        table |= {"data": self.options.data}
+        experiment = make_experiment(table, tasks.settings())
+        if table["task"] == "pg19" and not self.options.tiny:
+            experiment = replace(experiment, batch=self.options.batch)
+        minutes = max(0.0, min(limit, self.left())) / 60
+        show(run(experiment, self.model, self.tokenizer, self.out, minutes=minutes, quiet=True))
+
+
+def show(records: list[Record]) -> None:
+    """Perplexities, or the means over cells, one line per policy."""
+    lines: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        lines.setdefault((record.policy, record.metric), []).append(record.value)
+    for (policy, metric), values in lines.items():
+        print(f"  {policy:34} {metric:16} {sum(values) / len(values):9.3f}  ({len(values)} cells)", flush=True)
+    if not records:
+        print("  no sample was done by every policy", flush=True)
+
+
+def pg19(session: Session, limit: float) -> None:
+    chunk = 256 if session.options.tiny else CONTEXT
+    capacities = [64] if session.options.tiny else [64, 128, 256, 512, 1024]
+    session.eval(limit, task="pg19", chunk=chunk, chunks_per_book=6, policies=list(FEW), capacities=capacities)
+
+
+def pg19_more(session: Session, limit: float) -> None:
+    """The other rows of the paper's table 3."""
+    chunk = 256 if session.options.tiny else CONTEXT
+    others = ["full", "baseline", "window", "window+1", "h2o-layer", "tova-head", "tova+1", "tova+4"]
+    capacities = [64] if session.options.tiny else [64, 128, 256, 512, 1024]
+    session.eval(limit, task="pg19", chunk=chunk, chunks_per_book=6, policies=others, capacities=capacities)
+
+
+def profile(session: Session, limit: float) -> None:
+    """A profile from the development half of the books, then PG-19 with it."""
+    start, tiny = time.monotonic(), session.options.tiny
+    books, _ = split(Path(session.options.data))
+    length, grid = (128, (16, 64)) if tiny else (CONTEXT, (32, 128, 512, 1024))
+    bos = session.tokenizer("")["input_ids"]
+    ids = [session.tokenizer(book.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"] for book in books]
+    rows = torch.cat([chunks_of(one, length - len(bos), 1) for one in ids[: 2 if tiny else None]])
+    chunks = torch.cat([torch.tensor(bos, dtype=rows.dtype).expand(len(rows), -1), rows], 1)
+    settings = Settings("tova", grid, 0, len(chunks))
+    meter = Meter(session.model, chunks, settings, f"{session.profile}.measured.jsonl")
+    deadline = time.monotonic() + 0.6 * min(limit, session.left())
+    meter.on_measured = partial(_within, deadline)
+    text = " ".join(book.name for book in books)
+    made = calibrate(meter, [64] if tiny else [128, 256, 512], text, msrnn.__version__)
+    session.profile.write_text(dump(made))
+    kinds = [f"{kind}:{size},profile={session.profile}" for kind in ("tova", "fade") for size in made_sizes(tiny)]
+    rest = limit - (time.monotonic() - start)
+    session.eval(rest, task="pg19", chunk=2 * length if tiny else length, chunks_per_book=6, policies=["full", *kinds])
+
+
+def made_sizes(tiny: bool) -> list[int]:
+    return [64] if tiny else [128, 256, 512]
+
+
+def _within(deadline: float, description: str, loss: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeIsUp(f"calibration stopped at {description}")
+
+
+def ruler(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 2048), samples: int = 10) -> None:
+    lengths, samples = ((512,), 1) if session.options.tiny else (lengths, samples)
+    policies, capacities = list(FEW), [128] if session.options.tiny else [256, 512]
+    session.eval(
+        limit, task="ruler", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities, batch=120
+    )
+
+
+def babilong(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 1984), samples: int = 20) -> None:
+    lengths, samples = ((512,), 1) if session.options.tiny else (lengths, samples)
+    policies, capacities = list(FEW), [128] if session.options.tiny else [256, 512]
+    session.eval(
+        limit, task="babilong", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities,
+        batch=120,
+    )  # fmt: skip
+
+
+def needle(session: Session, limit: float) -> None:
+    lengths = [256] if session.options.tiny else [1024, 2000]
+    capacities = [128] if session.options.tiny else [256, 512, 1024]
+    session.eval(limit, task="needle", lengths=lengths, repeats=6, policies=list(FEW), capacities=capacities, batch=60)
+
+
+def turns(session: Session, limit: float) -> None:
+    between = [0, 1] if session.options.tiny else [0, 2, 4, 7]
+    capacities = [128] if session.options.tiny else [256, 512, 1024]
+    session.eval(
+        limit, task="turns", turns=between, conversations=30, policies=list(FEW), capacities=capacities, batch=60
+    )
+
+
+def documents(task: str, new_tokens: int, session: Session, limit: float) -> None:
+    """QASPER or SQuALITY, cut to the model's context with the answer."""
+    context = 256 if session.options.tiny else CONTEXT - new_tokens
+    capacities = [128] if session.options.tiny else [256, 512, 1024]
+    new = 8 if session.options.tiny else new_tokens
+    session.eval(limit, task=task, context=context, new_tokens=new, policies=list(FEW), capacities=capacities, batch=64)
+
+
+def story(session: Session, limit: float) -> None:
+    new = 16 if session.options.tiny else 1536
+    policies = ["full", "tova:256", "tova:512", "window+4:512", "fade:512"]
+    session.eval(limit, task="story", stories=50, new_tokens=new, policies=policies, batch=50)
+
+
+def extrapolation(session: Session, limit: float) -> None:
+    """Past the trained length, with plain positions and compressed gaps; float32, for keys are re-rotated often."""
+    session.model.to(torch.float32)
+    length = 512 if session.options.tiny else 16384
+    policies = ["window+4:512", "tova:512", "fade:512"]
+    session.eval(
+        limit, task="extrapolation", length=length, bin=length // 8, positions=["plain", "gaps"], books=8, batch=8,
+        policies=policies,
+    )  # fmt: skip
+    session.model.to(torch.bfloat16)
+
+
+def retention(session: Session, limit: float) -> None:
+    from msrnn.analysis.measure import measure
+
+    paths = sorted(Path(session.options.data, "pg19").glob("*.txt"))[: 1 if session.options.tiny else 8]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    length, policies = (256, ["tova:64"]) if session.options.tiny else (CONTEXT, ["tova:256", "fade:256"])
+    records = measure(session.model, session.tokenizer, texts, policies, length=length, words=False)
+    write_records(session.out, records)
+    print(f"  {len(records)} records", flush=True)
+
+
+PARTS: dict[str, tuple[float, Callable[[Session, float], None]]] = {
+    "pg19": (100, pg19),
+    "ruler": (70, ruler),
+    "profile": (70, profile),
+    "needle": (40, needle),
+    "turns": (30, turns),
+    "qasper": (50, partial(documents, "qasper", 128)),
+    "babilong": (30, babilong),
+    "story": (60, story),
+    "retention": (20, retention),
+    "extrapolation": (60, extrapolation),
+    "squality": (60, partial(documents, "squality", 384)),
+    "pg19_more": (90, pg19_more),
+}
+SMOLLM = {
+    "smollm_ruler": (100.0, partial(ruler, lengths=(1024, 2048, 4096), samples=10)),
+    "smollm_babilong": (40.0, partial(babilong, lengths=(1024, 2048, 4096), samples=20)),
+}
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The weights from the GGUF file, the tokenizer from a folder: transformers takes 40 s to rebuild it from GGUF."""
+    gguf = Path(options.gguf) if options.gguf else gguf_file(Path(options.parts) if options.parts else None)
+    folder = options.tokenizer or str(gguf.parent / NAME)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "left"
+    converted = Path(folder, "model.safetensors").is_file()
+    source = (folder, {}) if converted else (str(gguf.parent), {"gguf_file": gguf.name})
+    model = AutoModelForCausalLM.from_pretrained(source[0], dtype=torch.bfloat16, **source[1])
+    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.name_or_path = NAME
+    return model.to(options.device).eval(), tokenizer
+
+
+@contextmanager
+def announced(name: str, session: Session) -> Iterator[None]:
+    """An error of one part is printed, and the next part goes on."""
+    start = time.monotonic()
+    print(f"== {name} ({session.left():.0f} s left)", flush=True)
+    try:
+        yield
+    except TimeIsUp as stop:
+        print(f"  {stop}", flush=True)
+    except Exception:
+        traceback.print_exc(limit=-4, file=sys.stdout)
+    print(f"   {name}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="a folder with pg19, qasper and squality")
+    parser.add_argument("--out", required=True, help="a folder for records")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *SMOLLM], help="these parts, in this order")
+    parser.add_argument("--gguf")
+    parser.add_argument("--parts", help="a folder with the parts of the GGUF file")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    end = time.monotonic() + options.seconds
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    names = options.only or list(PARTS)
+    own = [name for name in names if name in PARTS]
+    others = [name for name in names if name in SMOLLM]
+    for parts, loader, label in ((own, load, "tinyllama"), (others, load_smollm, "smollm")):
+        if not parts or time.monotonic() > end:
+            continue
+        start = time.monotonic()
+        session = Session(*loader(options), options, end, label)
+        print(f"{label} loaded in {time.monotonic() - start:.1f} s", flush=True)
+        for name in parts:
+            if session.left() < 5:
+                print(f"== {name}: no time left", flush=True)
+                continue
+            limit, part = (PARTS | SMOLLM)[name]
+            with announced(name, session):
+                part(session, limit)
+
+
+def load_smollm(options: argparse.Namespace) -> tuple[Any, Any]:
+    return msrnn.load(None, dtype="bfloat16", device=options.device)
+
+
+if __name__ == "__main__":
+    main()
