@@ -316,12 +316,15 @@ def test_another_number_of_sequences(llama, rows: int) -> None:
         model.generate(IDS.repeat(1, 2), past_key_values=cache, num_beams=rows, **GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "offloaded", "quantized"])
+@pytest.mark.parametrize("kind", ["static", "dynamic", "offloaded", "quantized", "paged"])
 def test_two_caches_at_once(llama, kind: str) -> None:
     model = llama()
     cache = msrnn.cache(model, "tova:6")
-    with pytest.raises(ValueError, match="cache_implementation"):
+    with pytest.raises(ValueError, match=r"cache_implementation|paged"):
         model.generate(IDS, past_key_values=cache, cache_implementation=kind, **GREEDY)
+    config = hf.GenerationConfig(cache_implementation=kind, **GREEDY)
+    with pytest.raises(ValueError, match=r"cache_implementation|paged"):
+        model.generate(IDS, past_key_values=cache, generation_config=config)
     assert cache.get_seq_length() == 0
 
 

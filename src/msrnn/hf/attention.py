@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel
 
 from ..core.attention import Attention
+from .continuous_batching import refuse_bounded_caches
 from .geometry import Unsupported, same_shape, text_config
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def prepare(model: PreTrainedModel) -> None:
         raise Unsupported(f"{name} does not use transformers' AttentionInterface; msrnn cannot bound it")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    refuse_bounded_caches()
     hooked = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     switch = next((one for one in hooked if isinstance(one, _Switch)), None)
     if switch is not None:

@@ -226,6 +226,11 @@ class BoundedCache(Cache):  # type: ignore[misc]
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A cache that comes from another process finds its model prepared here too."""
+        self.__dict__.update(state)
+        prepare(self.model)
+
     @property
     def bounded(self) -> Iterator[BoundedLayer]:
         return (layer for layer in self.layers if isinstance(layer, BoundedLayer))
