@@ -24,14 +24,16 @@ TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
 def test_several_processes_generate_what_one_does(
     model, hf_model, prompts, alone, monkeypatch, tmp_path, policy, processes, options
 ):
-    """Also where requests start from a prefix, of which every process loads its heads or its layers."""
+    """Also where requests start from a prefix or the pool, of which every process loads its heads or its layers."""
     cores = map(str, islice(cycle(sorted(os.sched_getaffinity(0))), processes))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
-    texts = {"long": prompts[-1][:150], "short": prompts[-2][:30]}  # one has evicted tokens, the other none yet
+    texts = {"long": prompts[-1][:325], "short": prompts[1][:30]}  # one has evicted tokens, the other none yet
     files = {name: build_prefix(hf_model, model, tmp_path, name, ids, policy) for name, ids in texts.items()}
-    with engine(model, policy, kv_transfer_config=connector(files), **options) as llm:
+    pool = connector(files, states=16, every=64)
+    options = {"scheduler_cls": "msrnn.vllm.scheduler.scheduler", **options}
+    with engine(model, policy, kv_transfer_config=pool, **options) as llm:
         assert llm.llm_engine.vllm_config.parallel_config.world_size == processes
         assert greedy(llm, prompts, prefix_id="none") == alone(policy)
         assert external_hits(llm) == 0, "all was read afresh"
         assert greedy(llm, prompts) == alone(policy)
-        assert external_hits(llm) == 180
+        assert external_hits(llm) == 325 + 30 + 128, "the longest state of a file or the pool"

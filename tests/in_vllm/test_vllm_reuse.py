@@ -35,7 +35,7 @@ def prompts(ids) -> list[list[int]]:
     return [text + tail for text in (one, two) for tail in tails] + [one[:33], one[:32], one[:100]]
 
 
-@pytest.mark.parametrize("policy", ["tova:64", "h2o:64", "tova:64,gain=value_norm"])
+@pytest.mark.parametrize("policy", ["tova:64", "h2o:64,gain=value_norm"])
 def test_answers_equal_reading_afresh(model, prompts, policy):
     """First alone, one after the other, so that each finds what those before it left; then all at once."""
     with engine(model, policy) as llm:
@@ -47,3 +47,83 @@ def test_answers_equal_reading_afresh(model, prompts, policy):
         assert greedy(llm, prompts) == afresh
         assert greedy(llm, prompts[::-1]) == afresh[::-1], "states in the pool are not changed by use"
         assert index(llm).evictions == 0
+
+
+@pytest.fixture(scope="module")
+def afresh(model, prompts, ids):
+    """What each prompt, and one that begins with the prefix file, is answered without pool and files."""
+    with engine(model, "tova:64") as llm:
+        return greedy(llm, [*prompts, ids[1200:1300]])
+
+
+@pytest.fixture(scope="module")
+def small(model, hf_model, ids, tmp_path_factory, afresh):
+    """An engine whose pool has four places, and a prefix file; started after the other one has ended."""
+    folder = tmp_path_factory.mktemp("prefix")
+    files = {"file": build_prefix(hf_model, model, folder, "file", ids[1200:1250], "tova:64")}
+    with engine(model, "tova:64", **pool(4, files)) as llm:
+        yield llm
+
+
+def ask(llm, prompt: dict, **options) -> list[int]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, **options)
+    (answer,) = llm.generate([prompt], sampling, use_tqdm=False)
+    return list(answer.outputs[0].token_ids)
+
+
+def test_a_full_pool_evicts_and_answers_stay_the_same(small, prompts, ids, afresh):
+    texts = [*prompts, ids[1200:1300]]
+    before = external_hits(small)
+    for _ in range(2):
+        assert [greedy(small, [text])[0] for text in texts] == afresh
+    assert greedy(small, texts) == afresh, "all at once"
+    assert len(index(small)) == 4
+    assert index(small).evictions > 4
+    assert external_hits(small) > before + 2 * 50, "at least those of the prefix file"
+
+
+def test_requests_with_another_salt_share_nothing(small, prompts, afresh):
+    salted = [{"prompt_token_ids": prompts[2], "cache_salt": salt} for salt in ("a", "a", "b")]
+    hits = []
+    for prompt in salted:
+        before = external_hits(small)
+        assert ask(small, prompt) == afresh[2]
+        hits.append(external_hits(small) - before)
+    assert hits == [0, 288, 0], "prompt 2 has 300 tokens"
+
+
+def test_prompt_logprobs_need_the_whole_prompt(small, prompts, afresh):
+    prompt = {"prompt_token_ids": prompts[2]}
+    for _ in range(2):
+        before = external_hits(small)
+        assert ask(small, prompt, prompt_logprobs=1) == afresh[2]
+        assert external_hits(small) == before
+    assert ask(small, prompt) == afresh[2]
+    assert external_hits(small) == before + 288
+
+
+def test_aborted_and_preempted_requests(small, prompts, afresh):
+    """What they left in the pool is right, and a preempted request starts from it."""
+    from vllm import SamplingParams
+
+    llm = small.llm_engine
+    llm.reset_prefix_cache(reset_connector=True)
+    assert len(index(small)) == 0
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    names = ["aborted", "one", "two"]
+    for name, prompt in zip(names, (prompts[2], prompts[0], prompts[3]), strict=True):
+        llm.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    tokens, turn = {}, 0
+    while llm.has_unfinished_requests():
+        for answer in llm.step():
+            tokens[answer.request_id.partition("-")[0]] = list(answer.outputs[0].token_ids)
+        turn += 1
+        if turn == 2:
+            llm.abort_request(names[:1])
+        if turn in (3, 8):
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert turn > 8
+    assert [tokens[name] for name in names[1:]] == [afresh[0], afresh[3]]
+    assert ask(small, {"prompt_token_ids": prompts[2]}) == afresh[2]

@@ -38,7 +38,7 @@ logger = init_logger("vllm.msrnn")
 
 @dataclass
 class Copies(KVConnectorMetadata):  # type: ignore[misc]
-    """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (block, place) after it.
+    """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (block, place) after.
 
     For the metrics: the tokens that the loads spare, and the states in the pool and evicted from it so far.
     """
