@@ -5,6 +5,7 @@ from itertools import cycle, islice
 
 import pytest
 
+from msrnn.vllm.pool import SCHEDULER
 from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
 
 # On a CPU, vLLM allocates what its pipeline stages pass on in a warm-up that it skips where nothing is compiled; so the
@@ -30,7 +31,7 @@ def test_several_processes_generate_what_one_does(
     texts = {"long": prompts[-1][:325], "short": prompts[1][:30]}  # one has evicted tokens, the other none yet
     files = {name: build_prefix(hf_model, model, tmp_path, name, ids, policy) for name, ids in texts.items()}
     pool = connector(files, states=16, every=64)
-    options = {"scheduler_cls": "msrnn.vllm.scheduler.scheduler", **options}
+    options = {"scheduler_cls": SCHEDULER, **options}
     with engine(model, policy, kv_transfer_config=pool, **options) as llm:
         assert llm.llm_engine.vllm_config.parallel_config.world_size == processes
         assert greedy(llm, prompts, prefix_id="none") == alone(policy)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from msrnn.vllm.pool import SCHEDULER
 from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
 
 EVERY = 32
-PIECES = {"max_num_batched_tokens": 96, "scheduler_cls": "msrnn.vllm.scheduler.scheduler"}
+PIECES = {"max_num_batched_tokens": 96, "scheduler_cls": SCHEDULER}
 
 
 def pool(states: int, files: dict[str, str] | None = None) -> dict:

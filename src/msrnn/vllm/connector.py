@@ -68,7 +68,10 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.prefixes = read_prefixes(tuple(sorted(options.get(FILES, {}).items())))
         self.states, self.every = int(options.get(STATES, 0)), int(options.get(EVERY, INTERVAL))
         if len(kv_cache_config.kv_cache_groups) > 1:
-            raise Refused("prefixes need all layers in one KV cache group of vLLM, and this model has several")
+            if self.prefixes:
+                raise Refused("prefixes need all layers in one KV cache group of vLLM, and this model has several")
+            logger.warning("states are not reused: this model's layers are in several KV cache groups of vLLM")
+            self.states = 0
         self.copies = Copies()
         self.layers = vllm_config.compilation_config.static_forward_context
         model = vllm_config.model_config

@@ -15,6 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 STATES, EVERY = "states", "every"  # options of the connector: places of the pool, tokens between kept states
+SCHEDULER = "msrnn.vllm.scheduler.scheduler"  # its pieces of prompts end where states are kept
 INTERVAL = 512
 _FAR = 8  # beyond so many intervals, kept states lie further apart: at most 1/8 of the text
 

@@ -1,0 +1,132 @@
+"""The pool of states: where prompts are cut, what a state is kept under, who leaves first, and the copies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrnn.vllm.host import HostPool
+from msrnn.vllm.pool import Index, keeps, keys_of, piece
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def positions(prompt: int, every: int, budget: int) -> list[int]:
+    """Where the pieces of a prompt end if a batch takes `budget` tokens at most."""
+    ends, start = [], 0
+    while start < prompt:
+        size = piece(start, min(budget, prompt - start), prompt, every)
+        assert 0 < size <= budget
+        start += size
+        ends.append(start)
+    return ends
+
+
+def test_pieces_by_hand() -> None:
+    assert positions(100, 512, 8192) == [100], "shorter than an interval: nothing is kept"
+    assert positions(1300, 512, 8192) == [512, 1024, 1300]
+    assert positions(1024, 512, 300) == [300, 512, 812, 1024], "the budget cuts too, and the next piece ends aligned"
+    ends = positions(100_000, 512, 8192)
+    assert [end for end in ends if end <= 8192] == list(range(512, 8193, 512))
+    assert ends[-5:] == [81920, 90112, 98304, 99840, 100_000], "far apart, then the last whole interval, then the rest"
+    assert len(ends) < 60
+
+
+def test_tokens_after_the_prompt_are_not_cut() -> None:
+    assert piece(1300, 7, 1300, 512) == 7
+    assert not keeps(1536, 1300, 512)
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 700), st.integers(1, 700))
+def test_kept_positions_do_not_depend_on_the_budget(prompt: int, every: int, one: int, two: int) -> None:
+    kept = [{end for end in positions(prompt, every, budget) if keeps(end, prompt, every)} for budget in (one, two)]
+    assert kept[0] == kept[1]
+    assert all(position % every == 0 for position in kept[0])
+    whole = prompt // every * every
+    assert max(kept[0], default=0) == whole
+
+
+@given(st.integers(1, 50_000))
+def test_at_least_most_of_a_shared_text_is_found(shared: int) -> None:
+    """A longer prompt with the same beginning leaves a state at 7/8 of it or more, or less than an interval before."""
+    every, prompt = 64, 60_000
+    best = max((end for end in range(every, shared + 1, every) if keeps(end, prompt, every)), default=0)
+    assert shared - best < max(every, shared / 8)
+
+
+def test_keys_tell_texts_apart() -> None:
+    text = list(range(100))
+    keys = keys_of(text, 32, "")
+    assert len(keys) == len(set(keys)) == 3
+    assert keys_of(text[:64], 32, "") == keys[:2], "a key depends on the tokens up to it alone"
+    other = keys_of([*text[:40], 5, *text[41:]], 32, "")
+    assert other[0] == keys[0]
+    assert not set(other[1:]) & set(keys)
+    assert not set(keys_of(text, 32, "salt")) & set(keys)
+    assert keys_of(text[:31], 32, "") == []
+
+
+def test_the_oldest_leaf_leaves_first() -> None:
+    pool = Index(3)
+    system, one, two, three = (bytes([number]) for number in range(4))
+    assert [pool.add([system]), pool.add([system, one]), pool.add([system, two])] == [0, 1, 2]
+    assert pool.add([system, two]) is None, "it is there already"
+    pool.use([system, one])
+    assert pool.add([system, three]) == 2, "two was used least recently; system is older, but others extend it"
+    assert pool.longest([system, two]) == 1
+    assert pool.longest([system, one]) == 2
+    assert pool.longest([b"other"]) == 0
+    assert pool.evictions == 1
+
+
+def test_a_text_too_long_for_the_pool_keeps_its_beginning_and_its_end() -> None:
+    pool, keys = Index(4), [bytes([number]) for number in range(10)]
+    for count in range(1, 11):
+        pool.add(keys[:count])
+    assert {key for key in keys if key in pool.entries} == {*keys[:3], keys[9]}
+
+
+def test_places_are_never_shared() -> None:
+    """Random texts: as many places as states, no two alike, and what is found was put there and has not left."""
+    rng, pool, places = random.Random(0), Index(8), {}
+    for _ in range(2000):
+        keys = [bytes(rng.choices(range(2), k=3)[:1]) + bytes([depth]) for depth in range(rng.randint(1, 6))]
+        keys = [b"".join(keys[: depth + 1]) for depth in range(len(keys))]
+        count = pool.longest(keys)
+        if count:
+            assert places[pool.use(keys[:count])] == keys[count - 1]
+        place = pool.add(keys)
+        if place is not None:
+            places[place] = keys[-1]
+        assert len({entry.place for entry in pool.entries.values()}) == len(pool) <= 8
+        for entry in pool.entries.values():
+            assert entry.parent is None or entry.parent in pool.entries
+    assert pool.evictions > 100
+    pool.clear()
+    assert len(pool) == 0
+    assert sorted(pool.free) == list(range(8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_come_back_as_they_were(device: str) -> None:
+    """More saves than are staged, each block overwritten at once, and places used again."""
+    torch.manual_seed(0)
+    layers = [torch.randint(256, (12, size), dtype=torch.uint8, device=device) for size in (640, 128)]
+    pool = HostPool(10, layers)
+    assert pool.state_bytes == 768
+    before = [layer.clone() for layer in layers]
+    for block in range(1, 11):
+        pool.save(layers, block, block - 1)
+        for layer in layers:
+            layer[block] = 0
+    for block in range(1, 11):
+        pool.load(layers, block - 1, 11 - block)
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[1:11], old[1:11].flip(0))
+    pool.save(layers, 1, 0)
+    pool.load(layers, 0, 5)
+    assert all(torch.equal(layer[5], layer[1]) for layer in layers)
