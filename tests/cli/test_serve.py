@@ -9,6 +9,8 @@ from msrnn.cli import main, serve
 from msrnn.cli.argument_parser import Parser
 from msrnn.vllm.plugin import Refused, check_version
 
+LOOPBACK = ["--host", "127.0.0.1"]
+
 
 @pytest.fixture
 def model(tmp_path):
@@ -36,13 +38,13 @@ def model(tmp_path):
 def started(monkeypatch):
     """The command that vLLM would be started with, and its policy."""
     calls = []
-    monkeypatch.setattr(serve, "_serve", lambda command, policy: calls.append((command, policy)) or 0)
+    monkeypatch.setattr(serve, "run_server", lambda command, policy: calls.append((command, policy)) or 0)
     monkeypatch.setattr(serve, "find_spec", lambda name: object())
     monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.32.0")
     own = EntryPoints([EntryPoint("msrnn", "msrnn.vllm:register", "vllm.general_plugins")])
     monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: own.select(group=group))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     return calls
 
@@ -58,9 +60,9 @@ def run(*arguments: str) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_own_options_may_stand_among_vllms(model, started, order):
-    own, name = ["--policy", "tova:64"], model()
+    own, name = ["--policy", "tova:64", "--prefix-pool", "0"], model()
     run(*(own if order == "before" else []), name, "--port", "8001", *(own if order == "after" else []), "--seed=3")
-    assert started == [([name, "--port", "8001", "--seed=3"], "tova:64")]
+    assert started == [([name, "--port", "8001", "--seed=3", *LOOPBACK], "tova:64")]
 
 
 @pytest.mark.parametrize(
@@ -80,15 +82,36 @@ def test_on_a_gpu_a_batch_takes_pieces_of_many_prompts(model, started, monkeypat
     """Unless the user says otherwise."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     name = model()
-    run(name, "--policy", "tova:64", *options)
-    assert started[0][0] == [name, *options, *pieces]
+    run(name, "--policy", "tova:64", "--prefix-pool", "0", *options)
+    assert started[0][0] == [name, *options, *pieces, *LOOPBACK]
 
 
 def test_older_vllm_cannot_give_few_prompts_larger_pieces(model, started, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.31.0")
-    run(model(), "--policy", "tova:64")
-    assert started[0][0][1:] == ["--long-prefill-token-threshold", "512"]
+    run(model(), "--policy", "tova:64", "--prefix-pool", "0")
+    assert started[0][0][1:] == ["--long-prefill-token-threshold", "512", *LOOPBACK]
+
+
+@pytest.mark.parametrize(
+    "options, states",
+    [([], 2**32 // 18048), (["--prefix-pool", "1MiB"], 2**20 // 18048), (["--scheduler-cls", "x.Y"], 2**32 // 18048)],
+)
+def test_states_of_earlier_prompts_are_kept_in_a_pool(model, started, monkeypatch, options, states):
+    """4 GiB by default, on a machine that has 64; a scheduler of the user's own stays."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"total": 64 << 30}))
+    run(model(), "--policy", "tova:64", *options)
+    command = started[0][0]
+    connector = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_extra_config"] == {"prefixes": {}, "states": states}
+    schedulers = [command[at + 1] for at, option in enumerate(command) if option == "--scheduler-cls"]
+    assert schedulers == [options[1] if "--scheduler-cls" in options else "msrnn.vllm.scheduler.scheduler"]
+
+
+def test_a_pool_smaller_than_a_state_is_refused(model, started, capsys):
+    assert main(["serve", model(), "--policy", "tova:64", "--prefix-pool", "10KB"]) == 2
+    assert "--prefix-pool 10KB is less than one state, 17.6 KiB; give more, or 0 for none" in capsys.readouterr().err
+    assert not started
 
 
 def test_it_says_what_a_request_takes(model, started, capsys):
@@ -99,6 +122,56 @@ def test_it_says_what_a_request_takes(model, started, capsys):
     output = capsys.readouterr().err
     assert f"a request takes {state / 1024:.1f} KiB" in output
     assert f"{2**30 // state:,} requests at once; a full cache {2**30 // full:,} of that length" in output
+
+
+LOCAL = "only this machine can reach it; --host 0.0.0.0 opens it to others"
+KEYED = "others can reach it and need the key, but not for /metrics, /health and paths outside /v1"
+OPEN = "everyone who can reach this machine can use it; --api-key KEY asks for a key"
+
+
+@pytest.mark.parametrize(
+    "given, note, added",
+    [
+        ([], f"listens on 127.0.0.1:8000: {LOCAL}", LOOPBACK),
+        (["--port", "81", "--api-key", "k"], f"listens on 127.0.0.1:81: {LOCAL}", LOOPBACK),
+        (["--host", "127.0.0.2"], f"listens on 127.0.0.2:8000: {LOCAL}", []),
+        (["--host=::1"], f"listens on ::1:8000: {LOCAL}", []),
+        (["--host", "0.0.0.0"], f"listens on 0.0.0.0:8000: {OPEN}", []),
+        (["--host", "0.0.0.0", "--api-key", ""], f"listens on 0.0.0.0:8000: {OPEN}", []),
+        (["--host", "gpu7", "--api_key", "a", "b", "--port", "9"], f"listens on gpu7:9: {KEYED}", []),
+        (["--uds", "/run/x"], "listens on the socket /run/x: whoever may open that file can use it", []),
+    ],
+)
+def test_it_says_who_can_reach_it(model, started, capsys, given, note, added):
+    name = model()
+    run(name, "--policy", "tova:64", "--prefix-pool", "0", *given)
+    assert f"msrnn: {note}\n" in capsys.readouterr().err
+    assert started[0][0] == [name, *given, *added]
+
+
+def test_a_key_in_the_environment_counts(model, started, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    run(model(), "--policy", "tova:64", "--host", "0.0.0.0")
+    output = capsys.readouterr().err
+    assert KEYED in output
+    assert "secret" not in output
+
+
+def test_vllms_configuration_file_is_read(model, started, capsys, tmp_path):
+    """An address there is not replaced; what a state cannot support is refused there too."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("host: 0.0.0.0\nport: 7000\nmax_model_len: 800\nenforce-eager: true\n")
+    run(model(), "--policy", "tova:1/8", "--config", str(file), "--port", "7001")
+    assert f"listens on 0.0.0.0:7001: {OPEN}" in capsys.readouterr().err
+    assert "--host" not in started[0][0]
+    assert started[0][1] == "tova:100"
+    for text, reason in (("kv-cache-dtype: fp8", "quantised"), ("- a", "option: value"), ("a: [", "not YAML")):
+        file.write_text(text)
+        assert main(["serve", model(), "--policy", "tova:64", "--config", str(file)]) == 2
+        assert reason in capsys.readouterr().err
+    assert main(["serve", model(), "--policy", "tova:64", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert len(started) == 1
 
 
 def test_fractions_are_of_the_served_length(model, started):

@@ -48,9 +48,9 @@ def test_the_table_is_what_info_says(llama, capsys):
 
 
 def test_the_first_example_says_what_serve_says(llama, started, capsys):  # noqa: F811
-    run(llama, "--policy", "tova:1024", "--max-model-len", "131072")
+    run(llama, "--policy", "tova:1024", "--max-model-len", "131072", "--prefix-pool", "0")
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("msrnn: ")]
-    assert len(said) == 2
+    assert len(said) == 3
     for line in said:
         assert line in GUIDE
 

@@ -1,0 +1,106 @@
+"""vLLM's own options, as far as `msrnn serve` must know them: what they say, and which a state cannot support."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+class VllmOptions:
+    """Those of vLLM's options that msrnn must know; vLLM checks the rest."""
+
+    def __init__(self, rest: list[str]) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in ("dtype", "kv-cache-memory-bytes", "max-model-len", "revision", "kv-cache-dtype"):
+            parser.add_argument(f"--{name}")
+        for name in ("speculative-config", "kv-transfer-config", "speculative-model", "spec-method"):
+            parser.add_argument(f"--{name}")
+        for name in ("decode-context-parallel-size", "prefill-context-parallel-size", "attention-backend"):
+            parser.add_argument(f"--{name}")
+        parser.add_argument("--long-prefill-token-threshold")
+        parser.add_argument("--scheduler-cls")
+        for name in ("config", "host", "uds"):
+            parser.add_argument(f"--{name}")
+        parser.add_argument("--port", default="8000")
+        parser.add_argument("--api-key", nargs="*")
+        parser.add_argument("--no-enable-chunked-prefill", action="store_true")
+        parser.add_argument("--trust-remote-code", action="store_true")
+        options = [_with_dashes(option) for option in rest]
+        file = parser.parse_known_args(options)[0].config
+        self.parsed = parser.parse_known_args([*_file_options(file), *options])[0]
+
+    def refuse_unsupported(self) -> None:
+        """Refuse options that a bounded state cannot support."""
+        parsed = self.parsed
+        if parsed.speculative_config or parsed.speculative_model or parsed.spec_method:
+            raise ValueError(
+                "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out"
+            )
+        if parsed.kv_transfer_config:
+            raise ValueError(
+                "KV connectors move blocks of tokens, and a state is one block; leave --kv-transfer-config out"
+            )
+        if parsed.kv_cache_dtype not in (None, "auto", "float16", "bfloat16", "float32"):
+            raise ValueError(
+                f"--kv-cache-dtype {parsed.kv_cache_dtype}: quantised states are not supported; leave it out"
+            )
+        for name in ("decode", "prefill"):
+            if getattr(parsed, f"{name}_context_parallel_size") not in (None, "1"):
+                raise ValueError(
+                    f"--{name}-context-parallel-size spreads a request's tokens over processes; use "
+                    "--tensor-parallel-size or --pipeline-parallel-size"
+                )
+        if parsed.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
+            raise ValueError(f"--attention-backend {parsed.attention_backend}: the backend is msrnn's; leave it out")
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes for states, where they are known before vLLM looks at the device."""
+        if self.parsed.kv_cache_memory_bytes:
+            return vllm_bytes(self.parsed.kv_cache_memory_bytes)
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        return int(space) << 30 if space and space.isdigit() else None
+
+
+def _file_options(file: str | None) -> list[str]:
+    """The options in vLLM's own configuration file; those of the command line go before them."""
+    if file is None:
+        return []
+    import yaml  # type: ignore[import-untyped]
+
+    with open(file) as text:
+        try:
+            options = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"--config {file}: not YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--config {file}: vLLM takes lines of `option: value`")
+    names = [(_with_dashes(f"--{name}"), value) for name, value in options.items() if value is not False]
+    return [text for name, value in names for text in ([name] if value is True else [name, str(value)])]
+
+
+def _with_dashes(option: str) -> str:
+    """vLLM accepts --max_model_len for --max-model-len."""
+    if not option.startswith("--"):
+        return option
+    name, equals, value = option.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def vllm_bytes(text: str) -> int:
+    """As vLLM parses sizes: 25.6k, 2G (powers of ten), 2Gi (powers of two) or a number."""
+    from ..system.sizes import parse_bytes
+
+    size = text.strip()
+    return parse_bytes(size if size[-1].isdigit() or size[-1] in "bB" else f"{size}B")
+
+
+def vllm_length(text: str | None) -> int | None:
+    """As vLLM parses lengths: 32k is 32000, 32K is 32768; -1 and auto leave it to vLLM."""
+    if text is None or text in ("-1", "auto"):
+        return None
+    scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1], 1)
+    try:
+        return int(float(text.rstrip("kKmM")) * scale)
+    except ValueError:
+        raise ValueError(f"--max-model-len {text!r} is not a number") from None
