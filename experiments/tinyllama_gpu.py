@@ -131,7 +131,7 @@ def _within(deadline: float, description: str, loss: float) -> None:
 
 
 def ruler(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 2048), samples: int = 10) -> None:
-    lengths, samples = ((512,), 1) if session.options.tiny else (lengths, samples)
+    lengths, samples = ((1024,), 1) if session.options.tiny else (lengths, samples)
     policies, capacities = list(FEW), [128] if session.options.tiny else [256, 512]
     session.eval(
         limit, task="ruler", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities, batch=120
@@ -184,7 +184,7 @@ def extrapolation(session: Session, limit: float) -> None:
         limit, task="extrapolation", length=length, bin=length // 8, positions=["plain", "gaps"], books=8, batch=8,
         policies=policies,
     )  # fmt: skip
-    session.model.to(torch.bfloat16)
+    session.model.to(getattr(torch, session.options.dtype))
 
 
 def retention(session: Session, limit: float) -> None:
@@ -226,7 +226,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     tokenizer.padding_side = "left"
     converted = Path(folder, "model.safetensors").is_file()
     source = (folder, {}) if converted else (str(gguf.parent), {"gguf_file": gguf.name})
-    model = AutoModelForCausalLM.from_pretrained(source[0], dtype=torch.bfloat16, **source[1])
+    model = AutoModelForCausalLM.from_pretrained(source[0], dtype=options.dtype, **source[1])
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.name_or_path = NAME
@@ -257,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", help="a folder with the parts of the GGUF file")
     parser.add_argument("--tokenizer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
@@ -285,7 +286,7 @@ def main() -> None:
 
 
 def load_smollm(options: argparse.Namespace) -> tuple[Any, Any]:
-    return msrnn.load(None, dtype="bfloat16", device=options.device)
+    return msrnn.load(None, dtype=options.dtype, device=options.device)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ PLACES = ("kitchen", "garden", "office", "bathroom", "hallway", "bedroom")
 THINGS = ("apple", "football", "milk")
 MOVES = ("went to", "moved to", "travelled to", "went back to")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+PAGES = 200_000  # characters of each book that texts are taken from
 INTRO = "Facts about people are hidden in the text below. Remember where everyone and everything is.\n\n"
 INSTRUCTION = "Answer the question by the facts in the text above. Answer with the name of the place only."
 
@@ -68,7 +69,7 @@ class Problem:
 
 
 def task(settings: Settings, resources: Resources) -> Task:
-    books = cache(lambda: [" ".join(book.text.split()) for book in data.books(resources.data)])
+    books = cache(lambda: [" ".join(book.text[:PAGES].split()) for book in data.books(resources.data)])
     sentences = cache(lambda book: SENTENCE_END.split(books()[book % len(books())]))
 
     def prompt(sample: Sample, context: int | None) -> list[int]:

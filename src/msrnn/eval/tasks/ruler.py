@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,7 +24,8 @@ from .ruler_examples import KINDS, SENTENCE_END, Example, Texts, builder
 NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # as RULER; needles take 128
 NEEDLE_TOKENS = 128
 PASSAGE_WORDS = 90  # of a paragraph around an answer
-SHORTEST = 512  # tokens: below, some kinds have no room for a text
+PAGES = 200_000  # characters of each book that texts and words are taken from
+SHORTEST = 1024  # tokens: below, some kinds have no room for a text
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def new_tokens(kind: str) -> int:
 
 
 def _samples(settings: Settings, resources: Resources) -> Iterator[Sample]:
-    books = [book.text for book in data.books(resources.data)]
+    books = [book.text[:PAGES] for book in data.books(resources.data)]
     words = _words(books)
     passages = _passages(resources) if "qa" in settings.kinds else ()
     texts = cache(lambda book: Texts(tuple(SENTENCE_END.split(" ".join(books[book].split()))), words, passages))
@@ -81,8 +83,9 @@ def _build(kind: str, length: int, texts: Texts, seed: str, size: int) -> Exampl
 
 
 def _words(books: list[str]) -> tuple[str, ...]:
-    """The lower-case words of 4 to 9 letters in the books' first pages."""
-    return tuple(sorted({word for text in books for word in re.findall(r"\b[a-z]{4,9}\b", text[:200_000])}))
+    """The lower-case words of 4 to 9 letters that come at least five times in the books."""
+    counts = Counter(word for text in books for word in re.findall(r"\b[a-z]{4,9}\b", text))
+    return tuple(sorted(word for word, count in counts.items() if count >= 5))
 
 
 def _passages(resources: Resources) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
@@ -109,11 +112,12 @@ def largest(build: Callable[[int], Example], resources: Resources, length: int) 
     small = len(compose(resources, build(1), None))
     if small > length:
         raise ValueError(f"the shortest example has {small} tokens, more than {length}; give longer lengths")
-    best, size = 1, 3
-    for _ in range(6):  # by the tokens that a unit of size took last time
+    best, over, size = 1, length, 3  # `best` fits, `over` does not
+    for _ in range(8):
         tokens = len(compose(resources, build(size), None))
-        best = max(best, size) if tokens <= length else best
-        size = 1 + int((length - small) * (size - 1) / max(1, tokens - small))
+        best, over = (size, over) if tokens <= length else (best, size)
+        estimate = 1 + int((length - small) * (size - 1) / max(1, tokens - small))
+        size = min(max(estimate, best + 1), over - 1)
         if size <= best:
             break
     return build(best)

@@ -2,9 +2,10 @@
 
 Needles: one or several keys with one or several values, 7 digits or a UUID, among repeated sentences (`filler`), in the
 pages of a book, or among other needles. Variable tracking: a chain of five variables with one value. Common words: ten
-words of a list come more often than the others. Frequent words: random words with Zipf frequencies. Questions: the
-paragraph with the answer among paragraphs of other articles. RULER takes its texts from essays and its words from a
-word list; here both come from the books of the data folder, and the paragraphs from QASPER.
+words of a list come ten times as often as the others (six times below 2,048 tokens, where the list would be too long).
+Frequent words: random words with Zipf frequencies. Questions: the paragraph with the answer among other paragraphs.
+RULER takes its texts from essays and its words from a word list; here both come from the books of the data folder, and
+the paragraphs from QASPER.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .needle import FILLER
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 CHAIN = 5  # variables that share a value
-COMMON, REPEATS, OTHER_REPEATS = 10, 30, 3  # common words, how often each comes, and every other word
-SHORT, SHORT_REPEATS, SHORT_OTHER_REPEATS = 4096, 10, 1  # below so many tokens the list would be too long
+COMMON = 10  # common words
+REPEATS = {4096: (30, 3), 2048: (10, 1), 0: (6, 1)}  # from a length on: how often each comes, and every other word
 FREQUENT, ZIPF, CODED = 3, 2.0, 50  # words asked for, exponent, different words
 
 
@@ -126,11 +127,11 @@ def _filler(size: int) -> list[str]:
 
 
 def _pages(texts: Texts, size: int, rng: random.Random) -> list[str]:
-    """So many sentences of the book, from anywhere in it."""
+    """So many sentences of the book from anywhere in it; after its end comes its beginning."""
     if size > len(texts.sentences):
         raise ValueError(f"a book has {len(texts.sentences)} sentences, {size} are needed; give longer books")
-    start = int(rng.random() * (len(texts.sentences) - size))
-    return list(texts.sentences[start : start + size])
+    start = int(rng.random() * len(texts.sentences))
+    return [texts.sentences[(start + place) % len(texts.sentences)] for place in range(size)]
 
 
 def _scatter(hidden: list[str], lines: list[str], rng: random.Random, *, in_order: bool = False) -> list[str]:
@@ -232,8 +233,6 @@ def builder(kind: str, length: int) -> Build:
     if kind in NEEDLES:
         return partial(needles, NEEDLES[kind])
     if kind == "cwe":
-        short = length < SHORT
-        return partial(
-            common_words, repeats=(SHORT_REPEATS, SHORT_OTHER_REPEATS) if short else (REPEATS, OTHER_REPEATS)
-        )
+        repeats = next(repeats for least, repeats in REPEATS.items() if length >= least)
+        return partial(common_words, repeats=repeats)
     return {"vt": variables, "fwe": frequent_words, "qa": questions}[kind]
