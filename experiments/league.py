@@ -1,0 +1,196 @@
+"""The league of online policies: every score in the same exact recurrence, at the same number of slots.
+
+    python experiments/league.py --data DATA --dtype bfloat16 --chunks 6 --batch 84 --minutes 6
+
+PG-19 perplexity at each --capacity, then recall of numbers (needle) and of facts in conversations (turns) at the
+first. Every score stands in a frame: which tokens are protected, and who decides together. Built-in policies have
+theirs; a research rule (`msrnn/rules/`) is measured in TOVA's (nothing protected, the heads of a layer together) and in
+fade's (the first 4 tokens and the newest half protected, each KV head alone), and the one with the lower perplexity on
+the choosing half of the books stands for it. All 14 books go through one batch, since on a GPU a rule's time is that
+of its kernel launches; the halves (see books.py) are told apart afterwards. A run that was stopped resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from books import Losses, Sums, interval, load_model, measurements_path, novels, options, records, save, show, split
+
+from msrnn.eval.experiment import Experiment
+from msrnn.eval.record import write_records
+from msrnn.eval.run import run
+from msrnn.eval.tasks import needle, turns
+from msrnn.policy import split_policy
+
+BUILT_IN = ("window+4", "h2o", "h2o-layer", "tova", "tova-head", "fade", "tova,gain=value_norm", "fade,gain=value_norm")
+RULES = (
+    "random", "key_norm", "value_norm", "key_difference", "lagged", "window_attention", "redundancy", "output_aware",
+)  # fmt: skip
+FRAMES = ("{}", "{}-head+4,last=1/2")
+FADING = ("output_aware-head,last=1/2,momentum=1-1.5/k", "window_attention-head,last=1/2")
+SCORES = ("tova", "fade", "tova,gain=value_norm", "fade,gain=value_norm", "output_aware", FADING[0])
+NEEDLE = needle.Settings(lengths=(1024, 2048), repeats=10)
+TURNS = turns.Settings(turns=(0, 2, 4, 8), conversations=40)
+
+
+def kinds(scores_only: bool) -> list[str]:
+    """Everything that is measured, the built-in policies first."""
+    if scores_only:
+        return list(SCORES)
+    return [*BUILT_IN, *FADING, *(kind for rule in RULES for kind in frames(rule))]
+
+
+def frames(rule: str) -> list[str]:
+    """A lagged score needs protected tokens to compare with, so it has fade's frame only."""
+    return [frame.format(rule) for frame in FRAMES if rule != "lagged" or "last" in frame]
+
+
+def sized(kind: str, capacity: int) -> str:
+    return split_policy(kind).with_size(capacity)
+
+
+class Halves:
+    """The losses of all books, told apart by half."""
+
+    def __init__(self, losses: Losses, choosing: Iterable[str], deadline: float) -> None:
+        self.losses, self.deadline = losses, deadline
+        chosen = set(choosing)
+        self.names = {
+            "choosing": [name for name in losses.texts if name in chosen],
+            "reporting": [name for name in losses.texts if name not in chosen],
+        }
+
+    def measure(self, policies: Sequence[str]) -> list[str]:
+        """Those that are measured, now or before; nothing begins after the deadline."""
+        done = []
+        for policy in policies:
+            if policy not in self.losses.measurements:
+                if time.monotonic() > self.deadline:
+                    continue
+                self.losses.of(policy)
+                print(f"{policy:58} {self.losses.measurements[policy]['seconds']:7.1f} s", flush=True)
+            done.append(policy)
+        return done
+
+    def sums(self, policy: str, half: str) -> Sums:
+        of = self.losses.of(policy)
+        return {name: of[name] for name in self.names[half]}
+
+    def gap(self, policy: str, half: str) -> tuple[float, float, float]:
+        return interval(lambda full, ours: ours - full, self.sums("full", half), self.sums(policy, half))
+
+    def ratio(self, policy: str, rival: str, half: str) -> tuple[float, float, float]:
+        sums = (self.sums(name, half) for name in ("full", policy, rival))
+        return interval(lambda full, ours, theirs: (ours - full) / (theirs - full), *sums)
+
+
+def league(halves: Halves, capacity: int, scores_only: bool) -> list[str]:
+    """One policy per score: of a rule's frames the better one on the choosing half."""
+    measured = halves.measure([sized(kind, capacity) for kind in kinds(scores_only)])
+    if scores_only:
+        return measured
+    players = [policy for policy in measured if split_policy(policy).kind in (*BUILT_IN, *FADING)]
+    for rule in RULES:
+        candidates = [sized(kind, capacity) for kind in frames(rule) if sized(kind, capacity) in measured]
+        players += sorted(candidates, key=lambda policy: halves.gap(policy, "choosing")[0])[:1]
+    return players
+
+
+def table(halves: Halves, players: Sequence[str], capacity: int) -> str:
+    tova = f"tova:{capacity}"
+    lines = [f"{'policy':58} {'choosing':>9} {'gap on the reporting half':>26} {'relative to tova':>26}"]
+    for policy in sorted(players, key=lambda policy: halves.gap(policy, "reporting")[0]):
+        ratio = show(halves.ratio(policy, tova, "reporting")) if tova in players else ""
+        choosing, reporting = halves.gap(policy, "choosing")[0], show(halves.gap(policy, "reporting"))
+        lines.append(f"{policy:58} {choosing:9.3f} {reporting:>26} {ratio:>26}")
+    return "\n".join(lines)
+
+
+def half_records(halves: Halves, policies: Iterable[str], settings: dict[str, Any]) -> list[Any]:
+    """A record per policy and half."""
+    found = []
+    for half, names in halves.names.items():
+        part = _Half(halves.losses, names)
+        labels = {policy: (policy, _slots(policy)) for policy in ("full", *policies)}
+        ours = records(part, f"league-{half}", labels, settings | {"books": names})  # type: ignore[arg-type]
+        found += [replace(record, cell={"half": half}) for record in ours]
+    return found
+
+
+class _Half:
+    """The losses of some of the books, as `books.records` reads them."""
+
+    def __init__(self, losses: Losses, names: Sequence[str]) -> None:
+        self.model, self.measurements, self.names, self.whole = losses.model, losses.measurements, names, losses
+        self.texts = {name: losses.texts[name] for name in names}
+
+    def of(self, policy: str) -> Sums:
+        sums = self.whole.of(policy)
+        return {name: sums[name] for name in self.names}
+
+
+def _slots(policy: str) -> int | None:
+    size = split_policy(policy).size
+    return int(size) if size else None
+
+
+def recall(
+    task: str, players: Sequence[str], arguments: argparse.Namespace, model: Any, tokenizer: Any, deadline: float
+) -> None:
+    """Recall of all players, with intervals; one policy after the other, so that a stopped run has whole rows."""
+    settings: Any = {"needle": NEEDLE, "turns": TURNS}[task]
+    if arguments.limit:
+        settings = replace(settings, **({"repeats": 1} if task == "needle" else {"conversations": 1, "turns": (0, 2)}))
+    log = arguments.out.with_name(f"{arguments.out.stem}.{task}.jsonl")
+    for policy in ("full", *players):
+        left = (deadline - time.monotonic()) / 60
+        if left <= 0:
+            return
+        experiment = Experiment(task, (policy,), batch=arguments.prompts, data=str(arguments.data), settings=settings)
+        start = time.perf_counter()
+        done = run(experiment, model, tokenizer, log, minutes=left, quiet=True)
+        write_records(arguments.out, done)
+        if done:
+            values = [record.value for record in done]
+            seconds = time.perf_counter() - start
+            print(f"{task:8} {policy:50} {sum(values) / len(values):6.3f} {seconds:7.1f} s", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = options(__doc__ or "", "results/league.jsonl")
+    parser.add_argument("--capacity", type=int, action="append", help="default: 256; recall is measured at the first")
+    parser.add_argument("--minutes", type=float, default=60.0, help="nothing begins after so long")
+    parser.add_argument("--tasks", nargs="*", default=["needle", "turns"], help="besides perplexity")
+    parser.add_argument("--prompts", type=int, default=200, help="prompts read at once")
+    parser.add_argument("--scores", action="store_true", help="only the scores that might become presets")
+    parser.add_argument("--limit", type=int, help="so many books of each half: a trial")
+    arguments = parser.parse_args()
+    arguments.capacity = arguments.capacity or [256]
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    model, tokenizer = load_model(arguments)
+    choosing, reporting = (books[: arguments.limit] for books in split(arguments.data))
+    texts = novels(tokenizer, [*choosing, *reporting], arguments.length, arguments.chunks)
+    losses = Losses(model, texts, arguments.batch, measurements_path(arguments, "pg19"), "both halves")
+    halves = Halves(losses, [book.stem for book in choosing], deadline)
+    halves.measure(["full"])
+    settings = {"length": arguments.length, "chunks": arguments.chunks}
+    for capacity in arguments.capacity:
+        players = league(halves, capacity, arguments.scores)
+        print(f"\n{capacity} slots, {len(losses.texts)} books\n{table(halves, players, capacity)}\n", flush=True)
+        measured = [sized(kind, capacity) for kind in kinds(arguments.scores)]
+        save(arguments.out, half_records(halves, [p for p in measured if p in losses.measurements], settings))
+        for task in arguments.tasks if capacity == arguments.capacity[0] else ():
+            recall(task, players, arguments, model, tokenizer, deadline)
+
+
+if __name__ == "__main__":
+    main()
