@@ -113,7 +113,7 @@ def profile(session: Session, limit: float) -> None:
     meter = Meter(session.model, chunks, settings, f"{session.profile}.measured.jsonl")
     deadline = time.monotonic() + 0.6 * min(limit, session.left())
     meter.on_measured = partial(_within, deadline)
-    text = " ".join(book.name for book in books)
+    text = {"names": [book.name for book in books]}
     made = calibrate(meter, [64] if tiny else [128, 256, 512], text, msrnn.__version__)
     session.profile.write_text(dump(made))
     kinds = [f"{kind}:{size},profile={session.profile}" for kind in ("tova", "fade") for size in made_sizes(tiny)]
@@ -163,7 +163,7 @@ def turns(session: Session, limit: float) -> None:
 
 def documents(task: str, new_tokens: int, session: Session, limit: float) -> None:
     """QASPER or SQuALITY, cut to the model's context with the answer."""
-    context = 256 if session.options.tiny else CONTEXT - new_tokens
+    context = 512 if session.options.tiny else CONTEXT - new_tokens
     capacities = [128] if session.options.tiny else [256, 512, 1024]
     new = 8 if session.options.tiny else new_tokens
     session.eval(limit, task=task, context=context, new_tokens=new, policies=list(FEW), capacities=capacities, batch=64)
