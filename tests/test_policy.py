@@ -216,9 +216,10 @@ def test_gains_and_rules_as_text() -> None:
     assert str(parse_policy("h2o:8,gain=value_norm")) == "h2o:8,gain=value_norm"
     assert parse_policy("key_difference-head+2:8,last=1") == Policy(8, 2, 1, scope="kv_head", rule="key_difference")
     assert str(parse_policy("./My_rule.py:8")) == "./My_rule.py:8"
+    assert parse_policy("key_difference:8,momentum=1-4/k") == Policy(8, momentum=0.5, rule="key_difference")
     for text, says in (
         ("tova:8,gain=key_norm", "unknown gain 'key_norm'; did you mean 'value_norm'.*allowed: value_norm"),
-        ("key_difference:8,momentum=0.5", "a rule with a score of its own; it takes no momentum and no gain"),
+        ("key_difference:8,gain=value_norm", "a rule with a score of its own; it takes no gain"),
         ("key_diff:8", "unknown policy 'key_diff:8'.*research policies: .*key_difference"),
     ):
         with pytest.raises(ValueError, match=says):

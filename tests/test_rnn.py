@@ -18,7 +18,10 @@ import msrnn
 from msrnn.rnn import pieces
 from msrnn.system.files import atomic_write
 
-POLICIES = ["tova:16", "h2o:16", "window+4:16", "tova-head:16", "full", "tova:16,momentum=0.5"]
+POLICIES = [
+    *("tova:16", "h2o:16", "window+4:16", "tova-head:16", "full", "tova:16,momentum=0.5"),
+    *("tova:16,kv=int8", "h2o:16,kv=k8v4", "full,kv=int8"),
+]
 
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: int) -> LlamaForCausalLM:
@@ -39,6 +42,8 @@ def ids(length: int, seed: int = 1, batch: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_of_any_size_agree(model: LlamaForCausalLM, policy: str) -> None:
+    if "kv=" in policy:  # a rounding in float32 may change a code
+        model = tiny().double()
     rnn, text = msrnn.RNN(model, policy), ids(70)
     once, state = rnn.step(text, rnn.start())
     other = rnn.start()
@@ -46,7 +51,7 @@ def test_steps_of_any_size_agree(model: LlamaForCausalLM, policy: str) -> None:
         logits, other = rnn.step(piece, other)
     torch.testing.assert_close(logits, once, atol=1e-4, rtol=1e-4)
     assert state.seen == other.seen == [70]
-    assert policy == "full" or state.held == other.held == 16
+    assert policy.startswith("full") or state.held == other.held == 16
 
 
 def test_ragged_rows_padded_on_either_side(model: LlamaForCausalLM) -> None:

@@ -19,8 +19,10 @@ from .system.sizes import parse_bytes
 
 Scope = Literal["layer", "kv_head", "query_head"]
 Gain = Literal["value_norm"]
+KV = Literal["int8", "k8v4"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 GAINS: tuple[Gain, ...] = get_args(Gain)
+KVS: tuple[KV, ...] = get_args(KV)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
 _EXAMPLES = "tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, full"
 
@@ -32,7 +34,8 @@ class Policy:
     score = momentum x score + attention weight x gain: momentum 0 is TOVA, 1 is H2O. Positions below `first` and the
     newest `last` tokens are never free. `scope` says which heads share a decision. `capacity=None` keeps everything.
     `gain` is a factor per slot and KV head (`value_norm`: the norm of its value). `rule` names a research policy, whose
-    own score replaces all that (`msrnn/rules/`, or the path of a Python file).
+    own score takes the place of weight x gain (`msrnn/rules/`, or the path of a Python file). `kv` is the format of
+    the slots: 8-bit keys and values (`int8`), 8-bit keys and 4-bit values (`k8v4`), or the model's own dtype.
     """
 
     capacity: int | None
@@ -42,6 +45,7 @@ class Policy:
     scope: Scope = "layer"
     gain: Gain | None = None
     rule: str | None = None
+    kv: KV | None = None
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -51,10 +55,12 @@ class Policy:
             raise ValueError(f"unknown scope {self.scope!r}{_hint(self.scope, SCOPES)}; allowed: {', '.join(SCOPES)}")
         if self.gain is not None and self.gain not in GAINS:
             raise ValueError(f"unknown gain {self.gain!r}{_hint(self.gain, GAINS)}; allowed: {', '.join(GAINS)}")
+        if self.kv is not None and self.kv not in KVS:
+            raise ValueError(f"unknown kv format {self.kv!r}{_hint(self.kv, KVS)}; allowed: {', '.join(KVS)}")
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum <= 1:
             raise ValueError(f"momentum is {self.momentum!r}; it must lie from 0 (TOVA) to 1 (H2O)")
-        if self.rule is not None and (self.momentum or self.gain):
-            raise ValueError(f"{self.rule} is a rule with a score of its own; it takes no momentum and no gain")
+        if self.rule is not None and self.gain:
+            raise ValueError(f"{self.rule} is a rule with a score of its own; it takes no gain")
         if self.capacity is None:
             return
         if not _is_whole(self.capacity) or self.capacity < 1:
@@ -66,7 +72,7 @@ class Policy:
             )
 
     @classmethod
-    def parse(cls, text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
+    def parse(cls, text: str, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None) -> Policy:
         """`Policy.parse("tova:512")`; see `parse_policy`."""
         return parse_policy(text, length=length, slot_bytes=slot_bytes)
 
@@ -92,7 +98,9 @@ class Plan:
             raise ValueError("a plan needs at least one layer")
 
     @classmethod
-    def of(cls, policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | None = None) -> Plan:
+    def of(
+        cls, policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None
+    ) -> Plan:
         """Any spelling of a policy but a profile's as one policy per layer."""
         if isinstance(policy, Plan):
             plan = policy
@@ -135,6 +143,18 @@ class Plan:
         return f"{'/'.join(names)}:{','.join([average, *shared])}"
 
 
+@dataclass(frozen=True)
+class SlotBytes:
+    """What the slots of one token cost over all layers, by their format."""
+
+    plain: int
+    int8: int
+    k8v4: int
+
+    def of(self, kv: KV | None) -> int:
+        return {None: self.plain, "int8": self.int8, "k8v4": self.k8v4}[kv]
+
+
 PolicyLike = str | Policy | Plan | Sequence[str | Policy]
 
 
@@ -173,9 +193,10 @@ def decay(rate: float, capacity: int) -> float:
     return max(0.0, 1 - rate / capacity)
 
 
-def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
+def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None) -> Policy:
     """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`,
-    `tova:512,momentum=1-4/k`, `tova:512,gain=value_norm`, `key_difference-head:512`, `./my_rule.py:512`, `full`.
+    `tova:512,momentum=1-4/k`, `tova:512,gain=value_norm`, `tova:512,kv=int8`, `key_difference-head:512`,
+    `./my_rule.py:512`, `full`.
 
     A capacity may be a fraction of `length` (`tova:1/8`) or a size in bytes per sequence (`tova:2GiB`), where
     `slot_bytes` is what one token costs over all layers.
@@ -186,7 +207,8 @@ def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | None
     form = _Form.read(text)
     if form.name == "full":
         return form.build(None)
-    return form.build(_capacity(text, form.size, length, slot_bytes))
+    cost = slot_bytes.of(form.kv) if isinstance(slot_bytes, SlotBytes) else slot_bytes
+    return form.build(_capacity(text, form.size, length, cost))
 
 
 def per_layer(text: str, capacities: Sequence[int]) -> Plan:
@@ -273,6 +295,12 @@ class _Form:
         )
         return cls(base, _SUFFIX[scope] if scope else None, int(match["first"] or 0), size, pairs)
 
+    @property
+    def kv(self) -> KV | None:
+        """The format of the slots; an unknown one is refused when the policy is built."""
+        named = dict(self.changes).get("kv")
+        return next((kv for kv in KVS if kv == named), None)
+
     def build(self, capacity: int | None) -> Policy:
         values = {f.name: getattr(self._preset(capacity), f.name) for f in fields(Policy)}
         return Policy(**(values | dict(_override(key, value, capacity) for key, value in self.changes)))
@@ -303,10 +331,10 @@ def _rules() -> tuple[str, ...]:
 
 
 def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
-    allowed = ("first", "last", "momentum", "scope", "gain")
+    allowed = ("first", "last", "momentum", "scope", "gain", "kv")
     if key not in allowed:
         raise ValueError(f"unknown setting {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
-    if key in ("scope", "gain"):
+    if key in ("scope", "gain", "kv"):
         return key, value
     try:
         if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity

@@ -24,7 +24,7 @@ from .policy import Policy, parse_policy
 from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"
-_OPTIONAL = ("scores", "gains")
+_OPTIONAL = ("scales", "scores", "gains", "memory")
 _OWNER = ("dtype", "policy", "prompt mode", "model")  # what a state belongs to, in the order mismatches are told in
 
 
@@ -130,10 +130,10 @@ def _check_shape(path: str | Path, index: int, slots: Slots, layer: Geometry, ca
     shards = getattr(cache.model, "tp_size", None) or 1
     heads, kv_heads = layer.heads // shards, max(1, layer.kv_heads // shards)
     stored = max(kv_heads, unit_count(cache.plan[index], heads, kv_heads))
-    shape, ours = (slots.keys.shape[1], slots.keys.shape[3]), (stored, layer.head_size)
+    shape, ours = (slots.keys.shape[1], slots.sizes[0]), (stored, layer.head_size)
     if shape not in (ours, (heads, layer.head_size)):  # some configs name KV heads that their models do not have
         raise StateError(f"{path} cannot be used: layer {index} has {shape} heads and their size, the model {ours}")
-    if slots.keys.dtype != cache.model.dtype:
+    if slots.kv is None and slots.keys.dtype != cache.model.dtype:
         raise StateError(f"{path} cannot be used: layer {index} is {slots.keys.dtype}, not {cache.model.dtype}")
 
 

@@ -32,9 +32,10 @@ def policies(draw: st.DrawFn) -> Policy:
     momentum = draw(st.sampled_from([0.0, 0.5, 1.0]))
     scope = draw(st.sampled_from(["layer", "kv_head", "query_head"]))
     gain = draw(st.sampled_from([None, None, "value_norm"]))
-    bounded = Policy(capacity, first, last, momentum, scope, gain)
-    rule = Policy(capacity, first, last, scope=scope, rule=draw(st.sampled_from(RULES)))
-    return draw(st.sampled_from([bounded, bounded, bounded, rule, Policy(None, scope=scope)]))
+    kv = draw(st.sampled_from([None, None, "int8", "k8v4"]))
+    bounded = Policy(capacity, first, last, momentum, scope, gain, kv=kv)
+    rule = Policy(capacity, first, last, scope=scope, rule=draw(st.sampled_from(RULES)), kv=kv)
+    return draw(st.sampled_from([bounded, bounded, bounded, rule, Policy(None, scope=scope, kv=kv)]))
 
 
 @st.composite
@@ -186,7 +187,7 @@ def test_a_dead_maximum_does_not_starve_the_row(scan: str, monkeypatch: pytest.M
     logits[..., 0] = torch.tensor([-1.0, 500.0, 500.0])  # the victim of row 0, and huge afterwards
     positions = torch.tensor([[[0, 1, 2, 3]]])
     columns, steps = Columns(logits, logits, positions), torch.tensor([[1, 2, 3]])
-    weights, mass, expiry, _ = SCANS[scan](logits, columns, steps, parse_policy("tova:1"), Attention(1.0))
+    weights, mass, expiry, *_ = SCANS[scan](logits, columns, steps, parse_policy("tova:1"), Attention(1.0))
     assert expiry.tolist() == [[[1, 2, 3, NEVER]]]
     torch.testing.assert_close(softmax(weights, mass)[0, 0, 1:], torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]]))
 

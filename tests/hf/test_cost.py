@@ -29,7 +29,10 @@ from msrnn.hf.load import bundled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BOUNDED = ["tova:64", "tova-head:64", "tova-query-head:64", "window:64", "window+4:64", "h2o:64", "h2o-layer:64"]
+BOUNDED = [
+    *("tova:64", "tova-head:64", "tova-query-head:64", "window:64", "window+4:64", "h2o:64", "h2o-layer:64"),
+    *("tova:64,kv=int8", "h2o:64,kv=k8v4"),
+]
 POLICIES = ["full", *BOUNDED]
 
 

@@ -42,7 +42,7 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """All tokens in chunks of `size` by one kind of Chunks: outputs, and each chunk's expiry."""
     query, key, value = (new[0], *slots.expand(*new[1:]))
-    space, output = Workspace(slots, key, value, size), torch.empty_like(query)
+    space, output = Workspace(slots, key, size), torch.empty_like(query)
     steps, total, expiries = step_numbers(slots, real, query.shape[2]), query.shape[2], []
     chunks = kind(space, (query, key, value), steps, policy, attention, output)
     for start in range(0, total, size):
@@ -127,7 +127,7 @@ def test_exponentials_out_of_range_leave_everything_as_it_was(text: str) -> None
     run(numba_chunk.Chunks, slots, (query, key, value), policy, attention, 5)
     query, key, value = tokens(4, 1, 5)
     query[:, :, 3] *= 1e4
-    space, output = Workspace(slots, key, value, 5), torch.empty_like(query)
+    space, output = Workspace(slots, key, 5), torch.empty_like(query)
     steps, used = step_numbers(slots, None, 5), space.used
     before = [None if tensor is None else tensor.clone() for tensor in space.columns]
     chunks = numba_chunk.Chunks(space, (query, key, value), steps, policy, attention, output)
@@ -150,6 +150,6 @@ def test_the_dispatch_takes_them_where_it_can() -> None:
         new = tuple(tensor.to(dtype) for tensor in (query, key, value))
         policy = parse_policy(text)
         slots = Slots.empty(policy, *new[1:], HEADS)
-        space, steps = Workspace(slots, *new[1:], 4), step_numbers(slots, None, 9)
+        space, steps = Workspace(slots, new[1], 4), step_numbers(slots, None, 9)
         chunks = kernels.fast_chunks(space, new, steps, policy, Attention(1.0), torch.empty_like(new[0]))
         assert isinstance(chunks, numba_chunk.Chunks) == fast, (text, dtype)

@@ -97,10 +97,23 @@ GAINS = (  # two query heads share a KV head, and so its gain
     ("window:5,gain=value_norm", "plain"),
 )
 
+FORMATS = tuple(  # two query heads share a KV head, or each has its own
+    (f"{text},kv={kv}", kind)
+    for kv in ("int8", "k8v4")
+    for text, kind in (
+        ("tova:6", "plain"),
+        ("h2o:7", "softcap, sinks"),
+        ("tova-query-head:5,momentum=1.0", "plain"),
+        ("tova-head:6,gain=value_norm", "wide window"),
+        ("window+2:6", "plain"),
+        ("tova-query-head:17", "softcap, sinks"),
+    )
+)
+
 PAIRS = [(policy, list(ATTENTION)[(i + j) % 4]) for i, policy in enumerate(POLICIES) for j in range(2)]
 
 
-@pytest.mark.parametrize("text, kind", [*PAIRS, *GAINS])
+@pytest.mark.parametrize("text, kind", [*PAIRS, *GAINS, *FORMATS])
 def case_equals_torch(text: str, kind: str) -> None:
     compare(text, Attention(0.4, **ATTENTION[kind]), (2 if kind == "plain" else 1, 4, 2))
 
@@ -109,7 +122,14 @@ def case_a_window_of_one_has_a_single_slot() -> None:
     compare("tova:3", Attention(0.4, window=1), (1, 2, 2))
 
 
-SCATTERED = ("h2o:7", "tova-query-head:9", "window+2:6", "h2o-layer:7,gain=value_norm")
+SCATTERED = (
+    "h2o:7",
+    "tova-query-head:9",
+    "window+2:6",
+    "h2o-layer:7,gain=value_norm",
+    "h2o:7,kv=int8",
+    "tova:7,kv=k8v4",
+)
 
 
 @pytest.mark.parametrize("text", SCATTERED)

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_backend.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 POLICIES = [
     *("tova:48", "tova-query-head:48", "h2o:48", "tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm"),
-    *("h2o:48,gain=value_norm", "tova-query-head:48,gain=value_norm"),
+    *("h2o:48,gain=value_norm", "tova-query-head:48,gain=value_norm", "tova:48,kv=int8", "h2o:48,kv=k8v4"),
 ]
 
 

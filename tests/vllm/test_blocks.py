@@ -17,6 +17,7 @@ HEADS, KV_HEADS, SIZE, TOKENS = 6, 3, 8, 30
 POLICIES = (
     *("tova:7", "tova-head:7", "tova-query-head:7", "h2o:8", "h2o-layer:8", "window+2:7", "tova+2:7,last=1"),
     *("tova:7,gain=value_norm", "h2o:8,gain=value_norm", "tova-query-head:7,gain=value_norm"),
+    *("tova:7,kv=int8", "h2o:8,kv=k8v4", "window+2:7,kv=int8"),
 )
 
 

@@ -21,6 +21,7 @@ LENGTH, BLOCKS = 300, 20
 POLICIES = (
     *("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "h2o-layer:48", "window+4:48", "fade:48"),
     *("tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm", "h2o:48,gain=value_norm", "tova:150", "h2o:150"),
+    *("tova:48,kv=int8", "h2o:48,kv=k8v4", "tova:150,kv=k8v4"),
 )
 
 

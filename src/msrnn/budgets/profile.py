@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..policy import Plan, PolicyLike, check_kind, per_layer, split_policy
+from ..policy import Plan, PolicyLike, SlotBytes, check_kind, per_layer, split_policy
 from .allocate import allocate
 
 KIND = "msrnn profile 1"
@@ -18,7 +18,9 @@ _LARGEST, _MOST_LAYERS, _LARGEST_FILE = 2**31, 10_000, 1 << 24
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
-def plan_for(policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | None = None) -> Plan:
+def plan_for(
+    policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None
+) -> Plan:
     """Any spelling of a policy as one policy per layer; `tova:256,profile=FILE` takes its capacities from a file."""
     if isinstance(policy, str) and (name := split_policy(policy).profile):
         text = split_policy(policy)

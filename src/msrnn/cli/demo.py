@@ -25,7 +25,7 @@ from ..analysis.figures import layers_holding, retention_map, visible
 from ..budgets.profile import plan_for, profile_path
 from ..core.trace import Trace
 from ..hf.cost import cost
-from ..hf.geometry import geometry
+from ..hf.geometry import geometry, slot_costs
 from ..hf.identity import check_profile
 from ..hf.load import load
 from ..policy import Plan, split_policy
@@ -126,7 +126,7 @@ def default_policies(model: str | None) -> tuple[str, ...]:
 def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict[str, Plan]:
     """The plan of every policy, by its name in the table; a fraction is of the text's length."""
     layers, plans = geometry(model), dict[str, Plan]()
-    slot = sum(layer.slot_bytes(model.dtype) for layer in layers)
+    slot = slot_costs(layers, model.dtype)
     for policy in policies:
         text = split_policy(policy)
         if text.profile:

@@ -55,7 +55,7 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     from ..budgets.profile import plan_for
     from ..core.slots import slot_count
     from ..hf.cost import cost
-    from ..hf.geometry import geometry, text_config
+    from ..hf.geometry import geometry, slot_costs, text_config
     from ..system.sizes import parse_bytes
 
     layers = geometry(config)
@@ -64,8 +64,8 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     length = arguments.length or context
     if length is None:
         raise ValueError("this model does not say how long its context is; give --length N")
-    slot = sum(layer.slot_bytes(dtype) for layer in layers)
-    policies = plan_for(policy_text(arguments), len(layers), length=length, slot_bytes=slot)
+    costs = slot_costs(layers, dtype)
+    policies = plan_for(policy_text(arguments), len(layers), length=length, slot_bytes=costs)
     predicted = cost(layers, policies, dtype, length)
     facts: dict[str, Any] = {
         "model": str(config.name_or_path),

@@ -10,11 +10,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..policy import Policy
-from .slots import Slots, keeps_gains, keeps_scores, lowest_empty, slot_count, unit_count
+from ..policy import KV, Policy
+from .formats import scale_count
+from .slots import Slots, keeps_gains, keeps_scores, lowest_empty, slot_count, stored_memory, unit_count
 
 LONGEST = 2**31 - 2  # tokens: kernels count in 32 bits
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES: dict[KV | None, tuple[tuple[torch.dtype, ...], ...]] = {  # of keys and of values
+    None: (_FLOATS, _FLOATS),
+    "int8": ((torch.int8,), (torch.int8,)),
+    "k8v4": ((torch.int8,), (torch.uint8,)),
+}
 
 
 def fault(slots: Slots, policy: Policy, window: int | None = None) -> str | None:
@@ -32,25 +38,37 @@ def _layout(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]:
     for name, tensor in (("keys", keys), ("values", values)):
         if tensor.ndim != 4 or 0 in tensor.shape:
             yield f"{name} have the shape {tuple(tensor.shape)}, not [sequences, heads, slots, size]"
-        if tensor.dtype not in _FLOATS:
-            yield f"{name} are {_name(tensor.dtype)}, not numbers of a model"
+    for name, tensor, dtypes in zip(("keys", "values"), (keys, values), _DTYPES[policy.kv], strict=True):
+        if tensor.dtype not in dtypes:
+            yield f"{name} are {_name(tensor.dtype)}, not {' or '.join(map(_name, dtypes))}"
     batch, stored, size = keys.shape[:3]
-    if values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype:
+    if values.shape[:3] != keys.shape[:3] or (policy.kv is None and values.dtype != keys.dtype):
         yield f"values {_show(values)} do not belong to keys {_show(keys)}"
     units = unit_count(policy, stored, stored)
-    sums = torch.promote_types(keys.dtype, torch.float32)
+    sums, remembered = _sums(slots), stored_memory(policy, window)
+    scales = scale_count(policy.kv, slots.sizes[1]) if policy.kv else 0
     expected = {
         "positions": (slots.positions, (batch, units, size), torch.int64),
         "next": (slots.next, (batch, units), torch.int64),
         "seen": (slots.seen, (batch,), torch.int64),
         "scores": (slots.scores, (batch, units, size) if keeps_scores(policy, window) else None, sums),
+        "scales": (slots.scales, (batch, stored, size, scales) if policy.kv else None, torch.float16),
         "gains": (slots.gains, (batch, stored, size) if keeps_gains(policy, window) else None, sums),
+        "memory": (slots.memory, (batch, units, size, remembered) if remembered else None, sums),
     }
     for name, (rows, shape, dtype) in expected.items():
         if (rows is None) != (shape is None):
             yield f"{policy} has {'no ' if shape is None else ''}{name}, the state has {'none' if shape else 'some'}"
         elif rows is not None and (tuple(rows.shape), rows.dtype) != (shape, dtype):
             yield f"{name} are {_show(rows)}, not {_name(dtype)} {list(shape or ())}"
+
+
+def _sums(slots: Slots) -> torch.dtype:
+    """The dtype to add up in: codes do not tell the model's, so what is there decides between the two there are."""
+    if slots.scales is None:
+        return torch.promote_types(slots.keys.dtype, torch.float32)
+    sums = [tensor.dtype for tensor in (slots.scores, slots.gains, slots.memory) if tensor is not None]
+    return torch.float64 if sums[:1] == [torch.float64] else torch.float32
 
 
 def _counts(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]:

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from ..policy import Policy
 from .attention import Attention
-from .rules import View, load_rule
+from .formats import decode, encode
+from .rules import View, load_rule, memory_size
 from .slots import unit_count
 
 
 @dataclass(eq=False)
 class Row:
-    """One token of the state. key [G, D], value [G, V]."""
+    """One token of the state. key [G, D], value [G, V]; memory [F]: what a research rule stores with it."""
 
     position: int
     key: Tensor
     value: Tensor
+    memory: Tensor
     score: float = 0.0
 
 
@@ -53,6 +55,8 @@ def run(
 
     `oneshot`: nothing leaves before the last token, as in the paper's released code.
     """
+    if policy.kv is not None:  # each token is stored in fewer bits, once, and seen so from then on
+        key, value = decode(*encode(key, value, policy.kv), policy.kv, key.dtype)
     outputs = []
     for t in range(query.shape[1]):
         outputs.append(_attend(state, query[:, t], key[:, t], value[:, t], policy, attention))
@@ -69,7 +73,7 @@ def _attend(
     heads, kv_heads, now = query.shape[0], key.shape[0], state.seen
     output = value.new_zeros(heads, value.shape[-1])
     for unit, rows in enumerate(state.rows):
-        rows.append(Row(now, key, value))
+        rows.append(Row(now, key, value, value.new_zeros(memory_size(policy))))
         members = range(unit * heads // len(state.rows), (unit + 1) * heads // len(state.rows))
         groups = [head * kv_heads // heads for head in members]
         weights = []
@@ -87,7 +91,10 @@ def _scores(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor,
     """weights [heads of the unit, rows] -> [rows]: momentum x old score + mean of weight (x gain)."""
     before = torch.tensor([row.score for row in rows], dtype=weights.dtype)
     if policy.rule is not None:
-        return load_rule(policy.rule)(_view(policy, rows, groups, weights, now, before))[0, 0]
+        scores, memory = load_rule(policy.rule)(_view(policy, rows, groups, weights, now, before))
+        for row, numbers in zip(rows, memory[0, 0], strict=True):
+            row.memory = numbers
+        return scores[0, 0]
     if policy.gain == "value_norm":
         weights = weights * torch.stack([torch.stack([row.value[group].norm() for row in rows]) for group in groups])
     return policy.momentum * before + weights.mean(0)
@@ -99,9 +106,8 @@ def _view(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor, n
     keys, values = (torch.stack([getattr(row, name)[own] for row in rows], 1)[None, None] for name in ("key", "value"))
     positions = torch.tensor([[[row.position for row in rows]]])
     visible = torch.ones_like(positions, dtype=torch.bool)
-    return View(
-        weights[None, None], keys, values, positions, visible, torch.tensor([[[now]]]), before[None, None], policy
-    )
+    step, scores, memory = torch.tensor([[[now]]]), before[None, None], torch.stack([row.memory for row in rows])
+    return View(weights[None, None], keys, values, positions, visible, step, scores, memory[None, None], policy)
 
 
 def _softmax(query: Tensor, keys: Tensor, head: int, attention: Attention) -> Tensor:

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..policy import Policy
+from ..policy import KV, Policy
+from .formats import check_sizes, code_sizes, decode, scale_count
+from .rules import memory_size
 
 _outside_inference_mode = torch.inference_mode(False)  # slots outlive a caller's inference mode
 _INITIAL = 256  # slots that unlimited slots start with, before they double
 NEVER = torch.iinfo(torch.int64).max  # the expiry of a token that is still held
-TENSORS = ("keys", "values", "positions", "scores", "gains", "next", "seen")
+TENSORS = ("keys", "values", "scales", "positions", "scores", "gains", "memory", "next", "seen")
 
 
 def slot_count(policy: Policy, window: int | None = None) -> int | None:
@@ -70,6 +72,11 @@ def keeps_gains(policy: Policy, window: int | None = None) -> bool:
     return policy.gain is not None and not decides_by_age(policy, window)
 
 
+def stored_memory(policy: Policy, window: int | None = None) -> int:
+    """How many numbers a research rule stores with every slot of a unit."""
+    return 0 if decides_by_age(policy, window) else memory_size(policy)
+
+
 def gain_of(value: Tensor, dtype: torch.dtype) -> Tensor:
     """value [..., V] -> [...]: the value's norm, the one gain there is."""
     norm: Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=dtype)
@@ -84,17 +91,20 @@ class Columns(NamedTuple):
     positions: Tensor
     scores: Tensor | None = None  # [B, U, N]
     gains: Tensor | None = None  # [B, G, N]
+    memory: Tensor | None = None  # [B, U, N, F]
 
 
 @dataclass
 class Slots:
     """keys [B, G, S, D], values [B, G, S, V], positions [B, U, S], next [B, U], seen [B].
 
-    scores [B, U, S] and gains [B, G, S] where the policy needs them. G counts the stored heads: the KV heads, or every
-    query head where each decides on its own. `next` is the empty slot where the next token goes. `seen` counts the real
-    tokens of each row, -1 for an idle row of a static batch. On the host: `limit` is the number of slots (None: grows),
-    `fed` counts the columns so far, padding included, and where that is `packed_at` the last slot is empty, as after a
-    read. With `rows` [B], sequence i is number rows[i] of all tensors but `seen`: a batch of vLLM's blocks.
+    scores [B, U, S], gains [B, G, S] and a rule's memory [B, U, S, F] where the policy needs them. Where keys and
+    values are codes of fewer bits (`core/formats.py`), scales [B, G, S, n] belong to them, and values [B, G, S, V / 2]
+    may hold two codes each. G counts the stored heads: the KV heads, or every query head where each decides on its own.
+    `next` is the empty slot where the next token goes. `seen` counts the real tokens of each row, -1 for an idle row of
+    a static batch. On the host: `limit` is the number of slots (None: grows), `fed` counts the columns so far, padding
+    included, and where that is `packed_at` the last slot is empty, as after a read. With `rows` [B], sequence i is
+    number rows[i] of all tensors but `seen`: a batch of vLLM's blocks.
     """
 
     keys: Tensor
@@ -104,6 +114,8 @@ class Slots:
     seen: Tensor
     scores: Tensor | None = None
     gains: Tensor | None = None
+    memory: Tensor | None = None
+    scales: Tensor | None = None
     limit: int | None = None
     fed: int = 0
     packed_at: int = -1
@@ -117,16 +129,24 @@ class Slots:
         units, limit = unit_count(policy, heads, kv_heads), slot_count(policy, window)
         stored, size = max(kv_heads, units), _INITIAL if limit is None else limit
         dtype = torch.promote_types(key.dtype, torch.float32)
+        remembered = stored_memory(policy, window)
         return cls(
-            keys=key.new_zeros(batch, stored, size, key.shape[-1]),
-            values=value.new_zeros(batch, stored, size, value.shape[-1]),
+            **empty_rows(policy.kv, key, value, (batch, stored, size)),
             positions=torch.full((batch, units, size), -1, dtype=torch.int64, device=key.device),
             next=torch.zeros(batch, units, dtype=torch.int64, device=key.device),
             seen=torch.zeros(batch, dtype=torch.int64, device=key.device),
             scores=key.new_zeros(batch, units, size, dtype=dtype) if keeps_scores(policy, window) else None,
             gains=key.new_zeros(batch, stored, size, dtype=dtype) if keeps_gains(policy, window) else None,
+            memory=key.new_zeros(batch, units, size, remembered, dtype=dtype) if remembered else None,
             limit=limit,
         )
+
+    @property
+    def kv(self) -> KV | None:
+        """The format of keys and values; None: numbers of the model's dtype."""
+        if self.scales is None:
+            return None
+        return "k8v4" if self.values.dtype == torch.uint8 else "int8"
 
     @property
     def filled(self) -> int:
@@ -141,10 +161,6 @@ class Slots:
         return (self.positions >= 0).sum(-1)
 
     @property
-    def columns(self) -> Columns:
-        return Columns(self.keys, self.values, self.positions, self.scores, self.gains)
-
-    @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
@@ -156,6 +172,23 @@ class Slots:
         """[B, KV heads, ...] for the stored heads: repeated where every query head has keys and values of its own."""
         share = self.keys.shape[1] // key.shape[1]
         return (key, value) if share == 1 else (key.repeat_interleave(share, 1), value.repeat_interleave(share, 1))
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """Keys, values and their scales where slots hold codes, nothing where they hold numbers."""
+        return () if self.scales is None else (self.keys, self.values, self.scales)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """D and V: numbers of a key and of a value."""
+        return self.keys.shape[3], self.values.shape[3] * (2 if self.kv == "k8v4" else 1)
+
+    def decoded(self, dtype: torch.dtype, used: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys [B, G, S, D] and values [B, G, S, V] of the first `used` slots, as numbers."""
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        if self.kv is None or self.scales is None:
+            return keys, values
+        return decode(keys, values, self.scales[:, :, :used], self.kv, dtype)
 
     @_outside_inference_mode
     def reserve(self, slots: int) -> None:
@@ -169,6 +202,8 @@ class Slots:
         self.positions = pad(self.positions, (0, missing), value=-1)
         self.scores = None if self.scores is None else pad(self.scores, (0, missing))
         self.gains = None if self.gains is None else pad(self.gains, (0, missing))
+        self.scales = None if self.scales is None else pad(self.scales, (0, 0, 0, missing))
+        self.memory = None if self.memory is None else pad(self.memory, (0, 0, 0, missing))
 
     @_outside_inference_mode
     def _map(self, change: Callable[[Tensor], Tensor]) -> Slots:
@@ -185,6 +220,20 @@ class Slots:
     def select(self, index: Tensor) -> Slots:
         """Slots whose row i was row index[i]: reordered beams, repeated or dropped sequences."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+def empty_rows(kv: KV | None, key: Tensor, value: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Zeros for `shape` [B, G, S] slots of keys like `key` [..., D] and values like `value` [..., V]."""
+    check_sizes(kv, value.shape[-1])
+    key_size, value_size = code_sizes(kv, key.shape[-1], value.shape[-1])
+    if kv is None:
+        return {"keys": key.new_zeros(*shape, key_size), "values": value.new_zeros(*shape, value_size)}
+    codes = torch.int8 if kv == "int8" else torch.uint8
+    return {
+        "keys": key.new_zeros(*shape, key_size, dtype=torch.int8),
+        "values": value.new_zeros(*shape, value_size, dtype=codes),
+        "scales": key.new_zeros(*shape, scale_count(kv, value.shape[-1]), dtype=torch.float16),
+    }
 
 
 def lowest_empty(positions: Tensor) -> Tensor:

@@ -18,49 +18,78 @@ from .slots import NEVER, Columns, Slots, gain_of, lowest_empty
 class Workspace:
     """keys [B, G, N, D], values [B, G, N, V], positions [B, U, N] (-1: empty); scores and gains where slots have them.
 
-    `used` columns are in use; `room` behind the tensors is for the next chunk.
+    `used` columns are in use; `room` behind the tensors is for the next chunk. Where slots hold codes, keys and values
+    are what these stand for, and the codes themselves move with them.
     """
 
-    def __init__(self, slots: Slots, key: Tensor, value: Tensor, chunk: int) -> None:
+    def __init__(self, slots: Slots, key: Tensor, chunk: int) -> None:
+        """`key` [..., T, D]: those of all tokens of the read."""
         self.slots, self.used = slots, slots.filled
         end = self.used + key.shape[2]
         room = end if slots.limit is None else min(end, slots.limit + chunk)
-        self.keys = _copy("keys", slots.keys, self.used, room)
-        self.values = _copy("values", slots.values, self.used, room)
+        held = slots.decoded(key.dtype, self.used)
+        self.keys, self.values = (_copy(name, rows, room) for name, rows in zip(("keys", "values"), held, strict=True))
+        self.codes = [_copy(f"codes {n}", rows[:, :, : self.used], room) for n, rows in enumerate(slots.codes)]
+        self.incoming: list[Tensor] = []
         self.positions = pad(slots.positions[:, :, : self.used], (0, room - self.used), value=-1)
         self.scores, self.gains = (
             None if rows is None else pad(rows[:, :, : self.used], (0, room - self.used))
             for rows in (slots.scores, slots.gains)
         )
+        self.memory = None
+        if slots.memory is not None:
+            self.memory = pad(slots.memory[:, :, : self.used], (0, 0, 0, room - self.used))
         self.pack()
 
     @property
     def columns(self) -> Columns:
         """The columns in use."""
-        rows = (self.keys, self.values, self.positions, self.scores, self.gains)
+        rows = (self.keys, self.values, self.positions, self.scores, self.gains, self.memory)
         return Columns(*(None if row is None else row[:, :, : self.used] for row in rows))  # type: ignore[arg-type]
 
     @property
     def moving(self) -> tuple[Tensor, ...]:
-        """What moves with a stored head's columns: [B, G, N, ...]."""
+        """What moves with the columns of a stored head or of a unit: [B, G or U, N, ...]."""
         gains = () if self.gains is None else (self.gains[..., None],)
-        return self.keys, self.values, *gains
+        memory = () if self.memory is None else (self.memory,)
+        return self.keys, self.values, *self.codes, *gains, *memory
 
     def pack(self) -> None:
         """Move the last slot's row into the empty slot that a step has left: round sizes make fast matmuls."""
         if self.used == self.slots.limit:
             self.evict(torch.where(self.positions[:, :, : self.used] < 0, -1, NEVER), None)
 
-    def add(self, key: Tensor, value: Tensor, steps: Tensor) -> None:
-        """A chunk's rows go behind the rest. key [B, G, C, D], value [B, G, C, V], steps [B, C]."""
+    def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key [B, KV heads, T, D], value [B, KV heads, T, V] of all tokens of a read, as the slots will hold them."""
+        key, value = self.slots.expand(key, value)
+        kv = self.slots.kv
+        if kv is None:
+            return key, value
+        *self.incoming, key, value = kernels.encode(key, value, kv)
+        return key, value
+
+    def add(self, key: Tensor, value: Tensor, steps: Tensor, start: int) -> None:
+        """A chunk's rows, from token `start` of a read on, go behind the rest.
+
+        key [B, G, C, D], value [B, G, C, V], as `store` returned them, steps [B, C].
+        """
         new = slice(self.used, self.used + key.shape[2])
         self.keys[:, :, new], self.values[:, :, new] = key, value
+        for codes, rows in zip(self.codes, self.incoming, strict=True):
+            codes[:, :, new] = rows[:, :, start : start + key.shape[2]]
         self.positions[:, :, new] = steps[:, None]
         if self.scores is not None:
             self.scores[:, :, new] = 0
         if self.gains is not None:
             self.gains[:, :, new] = gain_of(value, self.gains.dtype)
+        if self.memory is not None:
+            self.memory[:, :, new] = 0
         self.used = new.stop
+
+    def remember(self, memory: Tensor | None) -> None:
+        """memory [B, U, N, F]: what a rule stores with the columns in use."""
+        if self.memory is not None and memory is not None:
+            self.memory[:, :, : self.used] = memory
 
     def evict(self, expiry: Tensor, scores: Tensor | None) -> None:
         """expiry [B, U, N]: columns that no later row sees leave; survivors past the slots' end move to free places."""
@@ -75,19 +104,23 @@ class Workspace:
         """What is left goes back to the slots."""
         slots, used = self.slots, slice(0, self.used)
         slots.reserve(self.used)
-        slots.keys[:, :, used], slots.values[:, :, used] = self.keys[:, :, used], self.values[:, :, used]
+        stored = self.codes or (self.keys, self.values)
+        for ours, theirs in zip(slots.codes or (slots.keys, slots.values), stored, strict=True):
+            ours[:, :, used] = theirs[:, :, used]
         slots.positions[:, :, used] = self.positions[:, :, used]
         slots.positions[:, :, self.used :] = -1
         if slots.scores is not None and self.scores is not None:
             slots.scores[:, :, used] = self.scores[:, :, used]
         if slots.gains is not None and self.gains is not None:
             slots.gains[:, :, used] = self.gains[:, :, used]
+        if slots.memory is not None and self.memory is not None:
+            slots.memory[:, :, used] = self.memory[:, :, used]
         slots.next.copy_(lowest_empty(slots.positions) if slots.limit is None else slots.positions.argmin(-1))
         slots.packed_at = slots.fed
 
 
-def _copy(name: str, rows: Tensor, used: int, room: int) -> Tensor:
-    """rows [B, G, S, D] in a buffer with `room` columns, the first `used` of them filled."""
+def _copy(name: str, rows: Tensor, room: int) -> Tensor:
+    """rows [B, G, S, D] in a buffer with `room` columns, the first S of them filled."""
     copy = buffer(name, (*rows.shape[:2], room, rows.shape[3]), rows.dtype, rows.device)
-    copy[:, :, :used] = rows[:, :, :used]
+    copy[:, :, : rows.shape[2]] = rows
     return copy

@@ -32,34 +32,40 @@ LAPS = 4  # chunks that a lane takes in the longest round: at both ends of a rou
 class OpenWorkspace(Workspace):
     """A workspace that stays open from chunk to chunk, in memory of its own, so that nothing is copied in between."""
 
-    def __init__(self, slots: Slots, chunk: int) -> None:
+    def __init__(self, slots: Slots, chunk: int, dtype: torch.dtype) -> None:
         assert slots.limit is not None
         self.slots, self.used = slots, slots.limit
 
         def widen(rows: Tensor, value: int = 0) -> Tensor:
             return rows.new_full((*rows.shape[:2], slots.limit + chunk, *rows.shape[3:]), value)  # type: ignore[operator]
 
-        self.keys, self.values, self.positions = widen(slots.keys), widen(slots.values), widen(slots.positions, -1)
+        self.keys, self.values = (widen(rows) for rows in slots.decoded(dtype, slots.limit))
+        self.codes, self.incoming = [widen(rows) for rows in slots.codes], []
+        self.positions = widen(slots.positions, -1)
         self.scores, self.gains = (None if rows is None else widen(rows) for rows in (slots.scores, slots.gains))
+        self.memory = None if slots.memory is None else widen(slots.memory)
 
     def open(self) -> None:
         """Begin again from the slots, which are full."""
         self.used = self.slots.filled
-        for name in ("keys", "values", "positions", "scores", "gains"):
+        for name in ("positions", "scores", "gains", "memory"):
             ours, theirs = getattr(self, name), getattr(self.slots, name)
             if ours is not None:
                 ours[:, :, : self.used] = theirs[:, :, : self.used]
+        held = (*self.slots.decoded(self.keys.dtype, self.used), *self.slots.codes)
+        for ours, theirs in zip((self.keys, self.values, *self.codes), held, strict=True):
+            ours[:, :, : self.used] = theirs[:, :, : self.used]
         self.pack()
 
 
 class LaneLayer(BoundedLayer):
     """A layer whose slots pass from one chunk to the next, on whatever stream that is."""
 
-    def __init__(self, like: BoundedLayer, chunk: int) -> None:
+    def __init__(self, like: BoundedLayer, chunk: int, dtype: torch.dtype) -> None:
         super().__init__(like.policy, "recurrent", chunk)
         assert like.slots is not None
         self.shared: Slots = like.slots.fork()  # not `slots`: checks on that would wait for the device
-        self.space = OpenWorkspace(self.shared, chunk)
+        self.space = OpenWorkspace(self.shared, chunk, dtype)
         self.offsets = torch.arange(chunk, device=self.shared.seen.device)
         self.done: torch.cuda.Event | None = None
         self.is_initialized = True
@@ -69,7 +75,7 @@ class LaneLayer(BoundedLayer):
         stream = torch.cuda.current_stream() if query.is_cuda else None
         if stream is not None and self.done is not None:
             stream.wait_event(self.done)
-        key, value = self.shared.expand(key, value)
+        key, value = self.space.store(key, value)
         output = self._read(query, key, value, attention)
         if stream is not None:
             self.done = stream.record_event()
@@ -180,7 +186,7 @@ class PipelinedPrefill:
 
     def _load(self, cache: BoundedCache) -> None:
         if self.cache is None:
-            layers = [LaneLayer(layer, self.chunk) for layer in cache.bounded]
+            layers = [LaneLayer(layer, self.chunk, self.rnn.model.dtype) for layer in cache.bounded]
             self.cache = BoundedCache.with_layers(cache, layers)
         for ours, theirs in zip(self._layers, cache.bounded, strict=True):
             assert theirs.slots is not None

@@ -211,6 +211,8 @@ def _layer(
         return StaticLayer.bounded(policy, like, seen)
     if length is None:
         raise ValueError(f"{policy} keeps every token, so its room must be known: give length=N")
+    if policy.kv is not None:
+        raise ValueError(f"{policy} is not for batches: give a capacity, or run it with model.generate(...)")
     return FullLayer(policy, like, seen, place, length, backend)
 
 

@@ -19,7 +19,7 @@ from ..core.slots import Slots
 from ..core.trace import Recorder
 from ..policy import Plan, Policy, PolicyLike, split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
-from .geometry import Geometry, Unsupported, geometry, text_config
+from .geometry import Geometry, Unsupported, geometry, slot_costs, text_config
 from .identity import check_profile
 
 
@@ -49,8 +49,7 @@ def cache(
     if isinstance(policy, str) and (name := split_policy(policy).profile):
         check_profile(name, model)
     length = length or getattr(text_config(model), "max_position_embeddings", None)
-    slot_bytes = sum(layer.slot_bytes(model.dtype) for layer in layers)
-    plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_bytes)
+    plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_costs(layers, model.dtype))
     shards = getattr(model, "tp_size", None) or 1
     if shards > 1 and any(policy.scope == "layer" and not policy.blind for policy in plan.policies):
         raise Unsupported(
@@ -120,13 +119,14 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         """New tokens must be like those that are held: compiled code sees memory, not tensors."""
         assert self.slots is not None
         held = self.slots.keys
-        stored, sizes = held.shape[1], (held.shape[3], self.slots.values.shape[3])
+        stored, sizes = held.shape[1], self.slots.sizes
         fits = (key.shape[3], value.shape[3]) == sizes and query.shape[3] == key.shape[3]
         if not fits or stored % key.shape[1] or query.shape[1] % stored:
             theirs, ours = tuple(key.shape[1::2]), (stored, sizes[0])
             raise ValueError(f"the cache holds {ours} heads and their size, {theirs} were given; use a new cache")
-        if not held.dtype == query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"the cache holds {held.dtype}, {key.dtype} was given; use a new cache")
+        holds = key.dtype if self.slots.kv else held.dtype  # codes serve any dtype
+        if not holds == query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"the cache holds {holds}, {key.dtype} was given; use a new cache")
 
     def get_seq_length(self) -> int:
         """Columns fed, padding included: positions and masks count these, not the slots held."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.slots import keeps_gains, keeps_scores, slot_count, unit_count
+from ..core.slots import keeps_gains, keeps_scores, slot_count, stored_memory, unit_count
 from ..policy import Plan
 from .geometry import Geometry
 
@@ -36,10 +36,12 @@ def cost(layers: Sequence[Geometry], plan: Plan, dtype: torch.dtype, length: int
         tokens = min(length, layer.window or length)
         full += tokens * layer.slot_bytes(dtype)
         slots, units = slot_count(policy, layer.window), unit_count(policy, layer.heads, layer.kv_heads)
-        per_slot = layer.slot_bytes(dtype, policy.scope) + units * _INT64  # keys, values, positions
+        stored = max(units, layer.kv_heads)
+        per_slot = layer.slot_bytes(dtype, policy.scope, policy.kv) + units * _INT64  # keys, values, positions
         if keeps_scores(policy, layer.window):
             per_slot += units * accumulation
+        per_slot += units * stored_memory(policy, layer.window) * accumulation
         if keeps_gains(policy, layer.window):
-            per_slot += max(units, layer.kv_heads) * accumulation
+            per_slot += stored * accumulation
         state += (tokens if slots is None else slots) * per_slot + (units + 1) * _INT64  # next slots, tokens seen
     return Cost(state, full, sum(layer.slot_bytes(dtype) for layer in layers), length)

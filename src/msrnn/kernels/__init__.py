@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ..core.attention import Attention
 from ..core.slots import Columns, Slots
-from ..policy import Policy
+from ..policy import KV, Policy
 from .torch import compact as torch_compact
+from .torch import encode as torch_encode
 from .torch import mask as torch_mask
+from .torch import rule_graph
 from .torch import scan as torch_scan
 from .torch import step as torch_step
 from .torch.scan import Scan
@@ -32,6 +34,7 @@ __all__ = [
     "compact",
     "compiled",
     "decision_stream",
+    "encode",
     "fast_chunks",
     "mask",
     "mask_exponentials",
@@ -80,6 +83,8 @@ def scan(
     they overflowed or vanished: then call again with the logits themselves.
     """
     device = logits.device.type
+    if policy.rule is not None and device == "cuda" and compiled(device):
+        return rule_graph.scan(logits, columns, steps, policy, attention)
     if policy.rule is not None or not compiled(device):
         return torch_scan.scan(logits, columns, steps, policy, attention)
     if device == "cuda":
@@ -112,6 +117,15 @@ def step(
     from .triton import step as triton_step
 
     return triton_step.step(slots, query, key, value, policy, attention, out)
+
+
+def encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of keys and values, and what they stand for; see `kernels/torch/encode.py`."""
+    if key.is_cuda and compiled("cuda"):
+        from .triton import encode as triton_encode
+
+        return triton_encode.encode(key, value, kv)
+    return torch_encode.encode(key, value, kv)
 
 
 def mask_exponentials(

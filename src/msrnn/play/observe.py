@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..core.attention import Attention
-from ..core.rules import score_by_rule
+from ..core.rules import memory_size, score_by_rule
 from ..core.slots import NEVER, Columns, gain_of, unit_count
 from ..core.trace import Recorder
 from ..policy import Policy
@@ -71,20 +72,25 @@ class LayerObserver:
         units = unit_count(self.policy, query.shape[1], key.shape[1])
         share = max(units, key.shape[1]) // key.shape[1]  # every query head that decides alone has keys of its own
         key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+        if self.policy.kv is not None:
+            *_, key, value = kernels.encode(key, value, self.policy.kv)
         slots = self.layer.slots
         start = 0 if slots is None else int(slots.seen[0])
         positions = torch.arange(start, start + key.shape[2], device=key.device).expand(1, units, -1)
         scores = torch.zeros_like(positions, dtype=torch.float32)
+        memory = scores.new_zeros(*scores.shape, memory_size(self.policy))
         if slots is None:
-            return Columns(key, value, positions, scores)
+            return Columns(key, value, positions, scores, memory=memory)
         used = slots.fed if slots.limit is None else slots.positions.shape[2]
         old = slots.positions[:1, :, :used]
         before = torch.zeros_like(old, dtype=torch.float32) if slots.scores is None else slots.scores[:1, :, :used]
+        keys, values = (rows[:1].float() for rows in slots.decoded(query.dtype, used))
         return Columns(
-            torch.cat([slots.keys[:1, :, :used].float(), key], 2),
-            torch.cat([slots.values[:1, :, :used].float(), value], 2),
+            torch.cat([keys, key], 2),
+            torch.cat([values, value], 2),
             torch.cat([old, positions], 2),
             torch.cat([before.float(), scores], 2),
+            memory=memory if slots.memory is None else torch.cat([slots.memory[:1, :, :used].float(), memory], 2),
         )
 
     def _record(self, query: Tensor, columns: Columns, attention: Attention) -> None:
@@ -165,11 +171,11 @@ def _scores(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, 
 
 def _rule_scores(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, steps: Tensor) -> Tensor:
     """The same for a research rule, which is asked step by step."""
-    scores, last = [], columns.scores
+    scores, last, memory = [], columns.scores, columns.memory
     assert last is not None
     for step, now in enumerate(steps):
         seen = (weights[None, :, step], columns.keys, columns.values, columns.positions, visible[None, :, step])
-        last = score_by_rule(policy, *seen, now.view(1, 1, 1), last)
+        last, memory = score_by_rule(policy, *seen, now.view(1, 1, 1), last, memory)
         scores.append(last[0])
     return torch.stack(scores, 1)
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .. import kernels
 from ..core.attention import Attention
+from ..core.formats import decode
 from ..core.recurrence import read, step
 from ..core.slots import Slots, gain_of
-from ..policy import Policy
+from ..policy import KV, Policy
 from .block import clear
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
 
@@ -103,12 +105,13 @@ def attend(
 
 def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:
     """What the plan of a layer's reads depends on."""
-    keys, values = blocks.keys, blocks.values
-    stored, slots, size = keys.shape[1:]
+    keys = blocks.keys
+    stored, slots = keys.shape[1:3]
+    size, width = blocks.sizes
     ordinary = attention.plain and attention.window is None and blocks.scores is None
     half = query.is_cuda and query.dtype.itemsize == 2
-    flash = half and size == values.shape[3] and size <= 256 and size % 8 == 0
-    slot_bytes = stored * (size + values.shape[3]) * keys.dtype.itemsize
+    flash = half and size == width and size <= 256 and size % 8 == 0
+    slot_bytes = stored * (size + width) * query.dtype.itemsize
     room = (policy.capacity or 0) if ordinary else 0
     return Sizes(room, slots, query.shape[1], slot_bytes, flash, query.is_cuda)
 
@@ -121,17 +124,33 @@ def _attend_fitting(
     key, value = blocks.expand(key, value)
     if fit.begins is not None:
         blocks.positions.index_fill_(0, fit.begins, -1)
-    blocks.keys[fit.block, :, fit.slot] = key
-    blocks.values[fit.block, :, fit.slot] = value
+    if blocks.kv is None:
+        codes = [key, value]
+    else:
+        *codes, key, value = (rows[0].transpose(0, 1) for rows in _encode(key, value, blocks.kv))
+    for rows, new in zip(blocks.codes or (blocks.keys, blocks.values), codes, strict=True):
+        rows[fit.block, :, fit.slot] = new
     blocks.positions[fit.block, :, fit.slot] = fit.slot[:, None].expand(-1, blocks.positions.shape[1])
     if blocks.gains is not None:
         blocks.gains[fit.block, :, fit.slot] = gain_of(value, blocks.gains.dtype)
     blocks.next[fit.ends] = fit.next[:, None].expand(-1, blocks.next.shape[1])
     if fit.keys is not None:
-        block, slot = fit.keys
-        key, value = blocks.keys[block, :, slot], blocks.values[block, :, slot]
+        key, value = _held(blocks, *fit.keys, query.dtype)
     attend_rows = _flash if fit.padded is None else _padded
     output[fit.tokens] = attend_rows(fit, query, key, value, attention.scale)
+
+
+def _encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, ...]:
+    """key [n, G, D], value [n, G, V] -> codes, scales and what they stand for, [1, G, n, ...] each."""
+    return kernels.encode(key.transpose(0, 1)[None], value.transpose(0, 1)[None], kv)
+
+
+def _held(blocks: Slots, block: Tensor, slot: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """block, slot [K] -> the keys [K, G, D] and values [K, G, V] there, as numbers."""
+    keys, values = blocks.keys[block, :, slot], blocks.values[block, :, slot]
+    if blocks.kv is None or blocks.scales is None:
+        return keys, values
+    return decode(keys, values, blocks.scales[block, :, slot], blocks.kv, dtype)
 
 
 def _flash(fit: Fit, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -181,7 +200,7 @@ def _gather(blocks: Slots, segment: Segment, attention: Attention) -> Slots:
     if segment.partial or attention.window is not None:
         empty = rows["positions"] < 0
         stored = empty.repeat_interleave(rows["keys"].shape[1] // empty.shape[1], 1)
-        for name in ("keys", "values"):
+        for name in ("keys", "values", "scales") if blocks.kv else ("keys", "values"):
             rows[name].masked_fill_(stored[..., None], 0)
         if blocks.scores is not None:
             rows["scores"].masked_fill_(empty, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.slots import Slots, keeps_gains, keeps_scores, slot_count, unit_count
+from ..core.slots import Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
 from ..policy import Policy
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
@@ -40,9 +40,9 @@ class Layout:
             raise ValueError(f"{self.policy} is not bounded")
         units = unit_count(self.policy, self.heads, self.kv_heads)
         stored, accumulation = max(self.kv_heads, units), torch.promote_types(self.dtype, torch.float32)
-        parts = {
-            "keys": ((stored, slots, self.key_size), self.dtype),
-            "values": ((stored, slots, self.value_size), self.dtype),
+        key, value = (torch.empty(0, n, dtype=self.dtype, device="meta") for n in (self.key_size, self.value_size))
+        rows = empty_rows(self.policy.kv, key, value, (1, stored, slots))
+        parts = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in rows.items()} | {
             "positions": ((units, slots), torch.int64),
             "next": ((units,), torch.int64),
             "seen": ((), torch.int64),

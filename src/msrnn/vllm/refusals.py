@@ -39,7 +39,7 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto",
+            f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto and add kv=int8 to the policy",
         ),
         (
             any(policy.rule is not None for policy in settings.policies()),
@@ -69,7 +69,8 @@ def check_layer(
     if kv_sharing_target_layer_name is not None:
         raise Refused("the model shares keys and values between layers; msrnn cannot bound it yet")
     if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        raise Refused(f"a quantised KV cache ({kv_cache_dtype}); leave --kv-cache-dtype at auto")
+        advice = "leave --kv-cache-dtype at auto and add kv=int8 to the policy"
+        raise Refused(f"a quantised KV cache ({kv_cache_dtype}); {advice}")
     unknown = sorted(name for name, value in extra.items() if value not in (None, False))
     if unknown:
         raise Refused(f"the model's attention has {', '.join(unknown)}, which msrnn does not know")

@@ -33,7 +33,7 @@ def bounded_spec(spec: Any, policy: Policy, heads: int, window: int | None = Non
     if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         raise Refused(f"a layer with a {type(spec).__name__} of vLLM cannot be bounded: {spec}")
     if spec.kv_quant_mode != KVQuantMode.NONE or not spec.dtype.is_floating_point:
-        raise Refused("a quantised KV cache cannot be bounded yet; leave --kv-cache-dtype at auto")
+        raise Refused("vLLM's own quantised KV cache; leave --kv-cache-dtype at auto and add kv=int8 to the policy")
     names = {field.name for field in fields(spec)}  # vLLM 0.30 knows fewer than 0.32
     shared = {"num_kv_heads", "head_size", "head_size_v", "dtype", "max_tp_shards"} & names
     values = {name: getattr(spec, name) for name in shared} | dict.fromkeys({"dcp_sharded"} & names, False)

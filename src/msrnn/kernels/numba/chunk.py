@@ -17,7 +17,7 @@ from ...core.buffers import buffer
 from ...core.slots import NEVER, age_limits, decides_by_age
 from ...core.workspace import Workspace
 from ...policy import Policy
-from .compact import move_unit, plan_unit
+from .compact import move_unit, plan_unit, words_of
 from .compile import FAST_MATH, jit
 from .mask import mask_unit
 from .scan import limits_of, scan_unit
@@ -64,7 +64,9 @@ class Chunks:
         self.scores = np.zeros(self.positions.shape, number) if space.scores is None else space.scores.numpy()
         self.bits = self.scores.view(np.int32 if self.scores.itemsize == 4 else np.int64)
         self.gains = None if space.gains is None else space.gains.numpy()
-        self.rows_by_head = [row.numpy() for row in space.moving]
+        self.rows_by_head = [words_of(row) for row in space.moving]
+        self.codes = [words_of(row) for row in space.codes]
+        self.incoming = [words_of(row.contiguous()) for row in space.incoming]
         self.failed = np.zeros(self.positions.shape[:2], np.bool_)
         self.moves = np.empty((*self.positions.shape[:2], self.positions.shape[2], 2), np.int64)
         self.counts = np.empty(self.positions.shape[:2], np.int64)
@@ -83,9 +85,11 @@ class Chunks:
         scores = self.scores.copy() if self.has_scores else None
         views = self._views_of(size, used)
         queries, weights, totals = views.arrays
-        rows = (self.rows_by_head[0], self.rows_by_head[1], self.gains)
+        rows = (self.space.keys.numpy(), self.space.values.numpy(), self.gains)
         places = (self.positions, self.scores, self.expiry, *rows, queries)
         parallel_for(open_unit, self.units, 0, *places, *self.tokens, self.steps, part.start, before, *self.opening)
+        for codes, tokens in zip(self.codes, self.incoming, strict=True):
+            parallel_for(copy_unit, self.units, 0, codes, tokens, self.positions, part.start, before, size)
         for query, keys, logits in views.logits:
             self.attention.finish(torch.mm(query, keys, out=logits), True)
         self._weigh(weights, totals, views.total, np.ascontiguousarray(self.steps[:, part]))
@@ -143,6 +147,14 @@ class Chunks:
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         return buffer(name, shape, self.space.keys.dtype, self.space.keys.device)
+
+
+@_jit
+def copy_unit(b, u, columns, tokens, positions, start, used, count):  # type: ignore[no-untyped-def]
+    """The rows of `count` tokens from `start` on go behind the `used` columns, for the heads of one unit."""
+    stored = columns.shape[1] // positions.shape[1]
+    for h in range(u * stored, (u + 1) * stored):
+        columns[b, h, used : used + count] = tokens[b, h, start : start + count]
 
 
 @_jit

@@ -12,7 +12,7 @@ from .threads import parallel_for, units_of
 
 _jit = jit(FAST_MATH)
 _NEVER = np.int64(NEVER)
-_WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # rows move as words: NumPy has no bfloat16
+_WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # rows move as words: NumPy has no bfloat16
 
 
 def compact(
@@ -26,8 +26,13 @@ def compact(
         plan_unit, units, 0, positions.numpy(), score, expiry.numpy(), used, end, scores is not None, moves, counts
     )
     for row in rows:
-        words = row.view(_WORD[row.itemsize]).numpy()
-        parallel_for(move_unit, units, (used - end) * row[0, :, 0].numel() * len(row), words, moves, counts)
+        parallel_for(move_unit, units, (used - end) * row[0, :, 0].numel() * len(row), words_of(row), moves, counts)
+
+
+def words_of(rows: Tensor) -> np.ndarray:
+    """Rows as whole numbers of the same bytes."""
+    words: np.ndarray = rows.view(_WORD[rows.itemsize]).numpy()
+    return words
 
 
 @_jit

@@ -20,6 +20,7 @@ class Scan(NamedTuple):
     total: Tensor | None  # [B, H, C, 1]
     expiry: Tensor  # [B, U, N], the last step at which a column is visible; NEVER if it outlives the chunk
     scores: Tensor  # [B, U, N], after the chunk
+    memory: Tensor | None = None  # [B, U, N, F], a rule's, after the chunk
 
 
 def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attention: Attention) -> Scan:
@@ -35,28 +36,37 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
         expiry = torch.minimum(expiry, torch.where(positions < 0, -1, positions + window - 1))
     if policy.rule is not None:
         columns = columns._replace(keys=columns.keys.to(logits.dtype), values=columns.values.to(logits.dtype))
-    weights = torch.empty_like(logits)
+    weights, memory = torch.empty_like(logits), columns.memory
     for row in range(logits.shape[2]):
         now = steps[:, row, None, None]  # [B, 1, 1]
         visible = (positions <= now) & (now <= expiry) & (positions >= 0)
         weights[:, :, row] = _softmax(logits[:, :, row], _by_head(visible, logits.shape[1]), attention.sinks)
-        new = _score(policy, weights[:, :, row], columns, visible, now, scores)
+        new, noted = _score(policy, weights[:, :, row], columns, visible, now, scores, memory)
         scores = torch.where(now >= 0, new, scores)
+        memory = None if memory is None or noted is None else torch.where(now[..., None] >= 0, noted, memory)
         victim = _victim(scores, positions, visible & (now < expiry), now, policy)
         expiry = torch.where(victim & (now >= 0), now, expiry)
     latest = steps.amax(1)[:, None, None]
-    return Scan(weights, None, torch.where(expiry <= latest, expiry, NEVER), scores)
+    return Scan(weights, None, torch.where(expiry <= latest, expiry, NEVER), scores, memory)
 
 
-def _score(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, now: Tensor, scores: Tensor) -> Tensor:
-    """weights [B, H, N], scores [B, U, N] before this step -> after it."""
+def _score(
+    policy: Policy,
+    weights: Tensor,
+    columns: Columns,
+    visible: Tensor,
+    now: Tensor,
+    scores: Tensor,
+    memory: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """weights [B, H, N], scores [B, U, N] and memory [B, U, N, F] before this step -> after it."""
     if policy.rule is not None:
         rows = (columns.keys, columns.values, columns.positions)
-        return score_by_rule(policy, weights, *rows, visible, now, scores)
+        return score_by_rule(policy, weights, *rows, visible, now, scores, memory)
     if columns.gains is not None:
         weights = weights * _by_head(columns.gains, weights.shape[1]).to(weights.dtype)
     batch, units, size = scores.shape
-    return policy.momentum * scores + weights.view(batch, units, -1, size).mean(2)
+    return policy.momentum * scores + weights.view(batch, units, -1, size).mean(2), None
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ...core.attention import Attention
+from ...core.formats import encode
 from ...core.slots import NEVER, Columns, Slots, gain_of, lowest_empty
 from ...policy import Policy
 from .scan import scan
 
-_BY_HEAD = ("keys", "values", "gains")
+_BY_HEAD = ("keys", "values", "scales", "gains")
 
 
 def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention) -> Tensor:
@@ -28,30 +29,42 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     active = (slots.seen >= 0) & (at[:, :, 0] == slots.next).all(1)
     now = torch.where(active, slots.seen, -1)[:, None]
     _put(slots.positions[..., None], at, now[:, :, None].expand(*slots.next.shape, 1), active)
-    _put(slots.keys, at, key, active)
-    _put(slots.values, at, value, active)
+    for rows, new in zip(slots.codes or (slots.keys, slots.values), _stored(slots, key, value), strict=True):
+        _put(rows, at, new, active)
+    keys, values = slots.decoded(query.dtype)
     if slots.gains is not None:
-        _put(slots.gains[..., None], at, gain_of(value, slots.gains.dtype)[..., None], active)
-    weights, expiry, scores = _scan(slots, query, at, now, policy, attention)
+        _put(slots.gains[..., None], at, gain_of(_newest(values, at), slots.gains.dtype)[..., None], active)
+    weights, expiry, scores, memory = _scan(slots, (keys, values), query, at, now, policy, attention)
     here = active[:, None, None]
     slots.positions.masked_fill_((expiry != NEVER) & here, -1)
     if slots.scores is not None:
         slots.scores.copy_(torch.where(here, scores, slots.scores))
+    if slots.memory is not None and memory is not None:
+        slots.memory.copy_(torch.where(here[..., None], memory, slots.memory))
     slots.next.copy_(torch.where(active[:, None], lowest_empty(slots.positions), slots.next))
     grouped = weights.reshape(len(key), key.shape[1], -1, slots.keys.shape[2])
-    return (grouped @ slots.values.to(grouped.dtype)).view(*query.shape[:2], -1).to(value.dtype)
+    return (grouped @ values.to(grouped.dtype)).view(*query.shape[:2], -1).to(value.dtype)
 
 
 def _scan(
-    slots: Slots, query: Tensor, at: Tensor, now: Tensor, policy: Policy, attention: Attention
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of this process's heads [B, H, S], expiry and scores [B, U, S] by all heads that decide together."""
+    slots: Slots,
+    rows: tuple[Tensor, Tensor],
+    query: Tensor,
+    at: Tensor,
+    now: Tensor,
+    policy: Policy,
+    attention: Attention,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Weights of this process's heads [B, H, S]; expiry, scores [B, U, S] and memory by all that decide together."""
     before = None if slots.scores is None else slots.scores.scatter(2, at, 0)
+    memory = slots.memory
+    if memory is not None:
+        memory = memory.scatter(2, at[..., None].expand(-1, -1, 1, memory.shape[3]), 0)
     gains = None if slots.gains is None else attention.gather(slots.gains)
-    columns = Columns(slots.keys, slots.values, slots.positions, before, gains)
-    logits = attention.gather(attention.logits(query[:, :, None], slots.keys))
+    columns = Columns(*rows, slots.positions, before, gains, memory)
+    logits = attention.gather(attention.logits(query[:, :, None], rows[0]))
     result = scan(logits, columns, now, policy, attention)
-    return attention.local(result.weights)[:, :, 0], result.expiry, result.scores
+    return attention.local(result.weights)[:, :, 0], result.expiry, result.scores, result.memory
 
 
 def _indexed(
@@ -77,6 +90,17 @@ def _indexed(
         else:
             whole.index_copy_(0, home, part.index_select(0, source))
     return output
+
+
+def _stored(slots: Slots, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The new key and value as the slots hold them."""
+    return (key, value) if slots.kv is None else encode(key, value, slots.kv)
+
+
+def _newest(rows: Tensor, at: Tensor) -> Tensor:
+    """rows [B, G, S, D], at [B, U, 1] -> [B, G, D]: what stands in the slot of the head's unit."""
+    place = at.repeat_interleave(rows.shape[1] // at.shape[1], 1)[..., None].expand(-1, -1, 1, rows.shape[3])
+    return rows.gather(2, place)[:, :, 0]
 
 
 def _put(rows: Tensor, at: Tensor, new: Tensor, active: Tensor) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ...core.attention import Attention
 from ...core.slots import Slots, decides_by_age
-from ...policy import Policy
+from ...policy import KV, Policy
 from ..torch import step as torch_step
+from .formats import layout
 from .scan import split_momentum
 from .step_kernel import UNLIMITED, attend, finish
 
@@ -75,12 +76,13 @@ class _Launch:
         self.rows = self.seen if slots.rows is None else slots.rows.contiguous()
         (batch, heads, _), (units, self.count) = query.shape, slots.positions.shape[1:]
         scored = not decides_by_age(policy, attention.window)
-        self.cut = _cut(batch, heads, tuple(slots.keys.shape[1:]), value.shape[2], query.device)
+        self.cut = _cut(batch, heads, tuple(slots.keys.shape[1:]), value.shape[2], slots.kv, query.device)
         splits = self.cut["SPLITS"]
         stream = _decision_stream.get()
         self.aside = stream if stream is not None and scored and batch * heads <= _MOST_HEADS_ASIDE else None
         self.notes = (_notes if self.aside is None else self.aside.take)(query, self.count, splits, scored)
-        self.output, self.parts = _output(query, slots.values, splits)
+        self.output, self.parts = _output(query, value, splits)
+        self.scales = slots.keys if slots.scales is None else slots.scales
         self.units, self.splits, self.members = batch * units, batch * heads if splits > 1 else 0, heads // units
         self.flags = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": splits, "UNITS": units}
         self.flags |= {"INDEXED": slots.rows is not None, "GAINS": scored and slots.gains is not None}
@@ -92,10 +94,11 @@ class _Launch:
     def attend(self) -> None:
         slots, attention = self.slots, self.attention
         attend[(len(self.new[0]) * slots.keys.shape[1], self.cut["SPLITS"])](
-            *(*self.new, slots.keys, slots.values, slots.positions, self.gains, slots.next, self.seen),
+            *(*self.new, slots.keys, slots.values, self.scales, slots.positions, self.gains, slots.next, self.seen),
             *(self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
             *(stride for tensor in self.new for stride in tensor.stride()[:2]),
-            *(tensor.stride(0) for tensor in (slots.keys, slots.values, slots.positions, self.gains, slots.next)),
+            *(tensor.stride(0) for tensor in (slots.keys, slots.values, self.scales)),
+            *(tensor.stride(0) for tensor in (slots.positions, self.gains, slots.next)),
             *(len(slots.keys), self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
             SCALE=float(attention.scale),
             SOFTCAP=float(attention.softcap or 0),
@@ -140,10 +143,10 @@ def _notes(query: Tensor, slots: int, splits: int, scored: bool) -> Notes:
     return Notes(logits, *torch.empty(2, batch, heads, splits, dtype=wide, device=query.device))
 
 
-def _output(query: Tensor, values: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+def _output(query: Tensor, value: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """[B, H, V], and its shares [B, H, shares, V], which are the output itself where there is one."""
-    shape, width = query.shape[:2], values.shape[3]
-    output = torch.empty(*shape, width, dtype=values.dtype, device=query.device)
+    shape, width = query.shape[:2], value.shape[2]
+    output = torch.empty(*shape, width, dtype=value.dtype, device=query.device)
     if splits == 1:
         return output, output
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -207,7 +210,9 @@ def _check(slots: Slots) -> None:
 
 
 @cache
-def _cut(batch: int, heads: int, shape: tuple[int, int, int], width: int, device: torch.device) -> dict[str, Any]:
+def _cut(
+    batch: int, heads: int, shape: tuple[int, int, int], width: int, kv: KV | None, device: torch.device
+) -> dict[str, Any]:
     """Tiles and splits of the slots; shape is [G, S, D] of the keys."""
     stored, slots, size = shape
     group = heads // stored
@@ -222,6 +227,7 @@ def _cut(batch: int, heads: int, shape: tuple[int, int, int], width: int, device
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
     sizes |= {"STAGES": _STAGES, "EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
+    sizes |= layout(kv, width)
     return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
 
 
