@@ -11,6 +11,7 @@ everything at a small size, to see that it works.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -58,7 +59,7 @@ class Session:
 
     @property
     def profile(self) -> Path:
-        return Path(self.options.out) / f"{NAME}.json"
+        return Path(f"{NAME}.json")
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -267,6 +268,10 @@ def main() -> None:
     options = arguments()
     end = time.monotonic() + options.seconds
     Path(options.out).mkdir(parents=True, exist_ok=True)
+    for name in ("data", "out", "gguf", "parts", "tokenizer"):
+        path = getattr(options, name)
+        setattr(options, name, path and str(Path(path).expanduser().resolve()))
+    os.chdir(options.out)  # so that the profile's name in the records has no folder
     names = options.only or list(PARTS)
     own = [name for name in names if name in PARTS]
     others = [name for name in names if name in SMOLLM]
