@@ -144,9 +144,9 @@ def _text(resources: Resources, problem: Problem, sentences: list[str], room: in
     """Facts at their shares of the book's pages, each between two sentences."""
     facts = [resources.encode(f"{fact} ") for fact in problem.story.facts]
     pages = _pages(resources, sentences, problem.start, room - sum(map(len, facts)))
-    places = [round(share * len(pages)) for share in problem.shares]
-    for place, fact in sorted(zip(places, facts, strict=True), key=lambda pair: pair[0], reverse=True):
-        pages.insert(place, fact)
+    size = len(pages)
+    for share, fact in zip(reversed(problem.shares), reversed(facts), strict=True):  # so that places stay valid
+        pages.insert(round(share * size), fact)
     return [token for page in pages for token in page]
 
 

@@ -136,10 +136,10 @@ def _pages(texts: Texts, size: int, rng: random.Random) -> list[str]:
 
 def _scatter(hidden: list[str], lines: list[str], rng: random.Random, *, in_order: bool = False) -> list[str]:
     """The hidden lines at random places among the others; the places are shares, the same at every size."""
-    shares = [rng.random() for _ in hidden]
+    shares, size = [rng.random() for _ in hidden], len(lines)
     shares = sorted(shares) if in_order else shares
     for share, line in sorted(zip(shares, hidden, strict=True), reverse=True):
-        lines.insert(round(share * len(lines)), line)
+        lines.insert(round(share * size), line)
     return lines
 
 
