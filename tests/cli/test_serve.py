@@ -38,7 +38,7 @@ def model(tmp_path):
 def started(monkeypatch):
     """The command that vLLM would be started with, and its policy."""
     calls = []
-    monkeypatch.setattr(serve, "run_server", lambda command, policy: calls.append((command, policy)) or 0)
+    monkeypatch.setattr(serve, "run_server", lambda command, policy, _: calls.append((command, policy)) or 0)
     monkeypatch.setattr(serve, "find_spec", lambda name: object())
     monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.32.0")
     own = EntryPoints([EntryPoint("msrnn", "msrnn.vllm:register", "vllm.general_plugins")])

@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> None:
     pieces = _piece_options(vllm_options, plugin.vllm_version())
     host = _host_options(vllm_options)
     command = [arguments.model, *rest, *prefixes, *pieces, *host]
-    raise SystemExit(run_server(command, settings.write(plan)))
+    raise SystemExit(run_server(command, settings.write(plan), vllm_options.shutdown))
 
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:

@@ -13,13 +13,19 @@ from types import FrameType
 from ..system.watch import start_watcher
 
 _SERVER = "vllm.entrypoints.openai.api_server"
+_SECONDS = 5  # for an end by itself, after a signal
 _SOCKET = 107 - 37  # the longest folder of a Unix socket that vLLM names by a UUID
 
 
-def run_server(command: list[str], policy: str) -> int:
+class _Overdue(Exception):
+    """The server was told to end and has not."""
+
+
+def run_server(command: list[str], policy: str, shutdown: int = 0) -> int:
     """Run vLLM's server on a model and its options until it ends; its exit code. Signals are passed on.
 
-    A watcher ends its processes and removes its files even if this process is killed.
+    A watcher ends its processes and removes its files even if this process is killed. `shutdown`: the seconds that
+    vLLM gives requests under way after SIGTERM.
     """
     folder = tempfile.mkdtemp(prefix="msrnn-serve-")
     watcher = start_watcher(folder)
@@ -32,20 +38,30 @@ def run_server(command: list[str], policy: str) -> int:
         )
         watcher.stdin.write(b"%d\n" % server.pid)
         watcher.stdin.flush()
-        code = _wait(server)
+        code = _wait(server, shutdown + _SECONDS)
     finally:
         watcher.stdin.close()
         watcher.wait()
     return code if code >= 0 else 128 - code
 
 
-def _wait(server: subprocess.Popen[bytes]) -> int:
+def _wait(server: subprocess.Popen[bytes], seconds: int) -> int:
+    """The server's exit code. vLLM waits without end for clients that stay connected, so an alarm follows a signal."""
+
     def forward_signal(number: int, _: FrameType | None) -> None:
         server.send_signal(number)
+        signal.alarm(seconds)
+
+    def give_up(number: int, _: FrameType | None) -> None:
+        raise _Overdue
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward_signal)
-    return server.wait()
+    signal.signal(signal.SIGALRM, give_up)
+    try:
+        return server.wait()
+    except _Overdue:
+        return -signal.SIGTERM
 
 
 def _environment(folder: str, policy: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ class VllmOptions:
             parser.add_argument(f"--{name}")
         parser.add_argument("--long-prefill-token-threshold")
         parser.add_argument("--scheduler-cls")
-        for name in ("config", "host", "uds"):
+        for name in ("config", "host", "uds", "shutdown-timeout"):
             parser.add_argument(f"--{name}")
         parser.add_argument("--port", default="8000")
         parser.add_argument("--api-key", nargs="*")
@@ -52,6 +52,12 @@ class VllmOptions:
                 )
         if parsed.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
             raise ValueError(f"--attention-backend {parsed.attention_backend}: the backend is msrnn's; leave it out")
+
+    @property
+    def shutdown(self) -> int:
+        """Seconds that vLLM gives requests under way after SIGTERM."""
+        text = self.parsed.shutdown_timeout or "0"
+        return int(text) if text.isdigit() else 0  # vLLM itself refuses another
 
     @property
     def memory(self) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 _SHARED = Path("/dev/shm")
-_NAMES = ("vllm_dist_", "vllm_offload_", "psm_", "torch_")  # users keep other things there, even models
+_NAMES = ("vllm_dist_", "vllm_offload_", "psm_", "sem.mp-", "torch_")  # users keep other things there, even models
 _PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL
 _EVERY = 5.0  # seconds between two looks at the shared memory that is in use
 
