@@ -1,11 +1,13 @@
 """Is real vLLM with bounded states right on this machine? SmolLM2 in float32, CUDA graphs on where there is a GPU.
 
     python benchmarks/vllm_agrees.py --out results/vllm_agrees.jsonl
+    python benchmarks/vllm_agrees.py --jobs 4 --out results/vllm_agrees.jsonl    # four engines at once, on a GPU
     python benchmarks/vllm_agrees.py --policies tova:64 h2o:64 --eager --out /tmp/agrees.jsonl
 
 A capacity above the length must give stock vLLM's tokens; every other policy, and a plan with a policy for each layer,
 those of the transformers path, one text at a time. Prompts of unequal length run together, in pieces, and once more
-with all requests preempted twice on the way. An engine each, in a process of its own; the exit code says if all agree.
+with all requests preempted twice on the way, and a third time from the states that the others left in the pool. An
+engine each, in a process of its own; the exit code says if all agree.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile: starts faster")
     parser.add_argument("--threshold", type=int, default=64, help="long_prefill_token_threshold")
     parser.add_argument("--budget", type=int, default=512, help="tokens of a batch")
+    parser.add_argument("--states", type=int, default=64, help="places of the pool of earlier prompts' states; 0: none")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at once; several fit on a GPU")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -43,18 +48,20 @@ def main() -> None:
         print("TOKENS " + json.dumps(inside(options, options.one)), flush=True)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    stock = alone_in_process(options, "stock")["together"] if ROOMY in options.policies else None
-    failed = []
-    for policy in options.policies:
-        start = time.monotonic()
-        theirs = alone_in_process(options, policy)
-        expected = stock if policy == ROOMY else outside(options, policy)
-        record = compare(policy, theirs, expected) | {"seconds": round(time.monotonic() - start, 1)}
-        with options.out.open("a") as file:
-            file.write(json.dumps(conditions(options) | record) + "\n")
-        print(record, flush=True)
-        if not record["right"]:
-            failed.append(policy)
+    begin, failed = time.monotonic(), []
+    with ThreadPoolExecutor(options.jobs) as engines:
+        names = [*(["stock"] if ROOMY in options.policies else []), *options.policies]
+        runs = {name: engines.submit(alone_in_process, options, name) for name in names}
+        for policy in options.policies:
+            expected = None if policy == ROOMY else outside(options, policy)
+            theirs = runs[policy].result()
+            expected = runs["stock"].result()["together"] if policy == ROOMY else expected
+            record = compare(policy, theirs, expected) | {"seconds": round(time.monotonic() - begin, 1)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(conditions(options) | record) + "\n")
+            print(record, flush=True)
+            if not record["right"]:
+                failed.append(policy)
     if failed:
         raise SystemExit(f"wrong: {', '.join(failed)}")
 
@@ -82,7 +89,7 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "vllm": vllm_version(), "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    return about | {name: getattr(options, name) for name in ("eager", "threshold", "budget", "new")}
+    return about | {name: getattr(options, name) for name in ("eager", "threshold", "budget", "new", "jobs", "states")}
 
 
 def alone_in_process(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]]]:
@@ -123,6 +130,8 @@ def inside(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]
     from vllm import LLM
 
     from msrnn.hf.load import bundled
+    from msrnn.vllm.pool import EVERY, SCHEDULER, STATES
+    from msrnn.vllm.prefix import CONNECTOR
 
     settings: dict[str, Any] = {
         "dtype": "float32",
@@ -133,21 +142,43 @@ def inside(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]
         "kv_cache_memory_bytes": 1 << 30,
         "enable_prefix_caching": False,
         "enforce_eager": options.eager,
+        "gpu_memory_utilization": 0.8 / options.jobs,
     }
-    engine = LLM(str(bundled()), **settings).llm_engine
+    if not options.eager:
+        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    if policy != "stock" and options.states:
+        pool = {STATES: options.states, EVERY: options.threshold}
+        settings["kv_transfer_config"] = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": pool}
+        settings |= {"scheduler_cls": SCHEDULER, "disable_log_stats": False}
+    llm = LLM(str(bundled()), **settings)
+    engine = llm.llm_engine
     runs = {"together": tokens(engine, options.new, ())}
     if policy != "stock":
         runs["preempted"] = tokens(engine, options.new, (4, 12))
+    if "kv_transfer_config" in settings:
+        before = hits(llm)
+        runs["from states"] = tokens(engine, options.new, (), afresh=False)
+        if hits(llm) - before < 1000:
+            raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
     return runs
 
 
-def tokens(engine: Any, new: int, preempt: tuple[int, ...]) -> list[list[int]]:
-    """The greedy tokens after each prompt; before the steps in `preempt` every request loses its block."""
+def hits(llm: Any) -> int:
+    """Tokens that requests did not have to read."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
+
+
+def tokens(engine: Any, new: int, preempt: tuple[int, ...], afresh: bool = True) -> list[list[int]]:
+    """The greedy tokens after each prompt; before the steps in `preempt` every request loses its block.
+
+    afresh: all is read, also what is in the pool.
+    """
     from vllm import SamplingParams
 
-    sampling, texts = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True), prompts()
+    kinds = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "skip_reading_prefix_cache": afresh}
+    sampling, texts = SamplingParams(**kinds), prompts()
     for number, ids in enumerate(texts):
-        engine.add_request(f"{number} {preempt}", {"prompt_token_ids": ids}, sampling)
+        engine.add_request(f"{number} {time.monotonic()}", {"prompt_token_ids": ids}, sampling)
     answers: dict[int, list[int]] = {}
     turn = 0
     while engine.has_unfinished_requests():

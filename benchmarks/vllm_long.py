@@ -3,12 +3,14 @@
 Parts: tp (3 processes share the heads), pp (2 share the layers), many (200 requests at once over HTTP at a memory
 where stock vLLM preempts, among clients that leave or ask wrongly), killed (a worker dies in the middle). Each prints
 one line and adds a record to results/vllm.jsonl; the script ends with 1 if any failed. Small model, float32, greedy:
-equal means token for token. On a GPU: many and killed, with CUDA graphs, and RESULTS=FILE for the records.
+equal means token for token. On a GPU: many and killed, with CUDA graphs of a few sizes, RESULTS=FILE for the records
+and COMMIT=... where there is no git.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -24,10 +26,13 @@ from pathlib import Path
 import torch
 from conditions import conditions, write
 
+from msrnn.system.provenance import machine
+
 HERE = Path(__file__).resolve().parent
 RESULTS = Path(os.environ.get("RESULTS", HERE.parent / "results" / "vllm.jsonl"))
 NEW = 12
 POLICY = "tova:64"
+GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 Result = dict[str, object]
 
 
@@ -37,7 +42,10 @@ def main() -> int:
     parts = {"tp": tensor_parallel, "pp": pipeline_parallel, "many": many, "killed": killed}
     failed = 0
     for name in sys.argv[1:] or parts:
-        about, started = conditions(what=name, run="vllm_long", policy=POLICY, vllm=vllm_version()), time.time()
+        about, started = (
+            conditions(**{"what": name, "run": "vllm_long", "policy": POLICY, "vllm": vllm_version()} | _gpu()),
+            time.time(),
+        )
         try:
             result = parts[name]()
         except Exception as error:  # the other parts are to run all the same
@@ -48,6 +56,14 @@ def main() -> int:
         write(RESULTS, [record])
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in result.items())}", flush=True)
     return failed
+
+
+def _gpu() -> Result:
+    """What differs on a GPU machine: its name, and the commit where there is no git (COMMIT)."""
+    if not torch.cuda.is_available():
+        return {}
+    about: Result = {"machine": machine(torch.device("cuda")), "run": "vllm_long on a GPU", "graphs": GRAPHS}
+    return about | ({"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {})
 
 
 def tensor_parallel() -> Result:
@@ -183,6 +199,7 @@ def server(
         port = free.getsockname()[1]
     common = ["--dtype", "float32", "--max-model-len", "1024", "--port", str(port)]
     common += [] if graph or torch.cuda.is_available() else ["--enforce-eager"]
+    common += ["--compilation-config", json.dumps(GRAPHS)] if torch.cuda.is_available() else []
     if policy is None:
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled())]
     else:

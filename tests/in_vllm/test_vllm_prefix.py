@@ -60,7 +60,10 @@ def test_a_name_that_does_not_fit_is_read_afresh(model, hf_model, texts, tmp_pat
 
 
 def test_over_http(model, tmp_path):
-    """`msrnn state build`, `msrnn serve --prefix`, a chat whose system message is the prefix; /metrics has the hits."""
+    """`msrnn state build`, `msrnn serve --prefix`, a chat whose system message is the prefix; /metrics has the hits.
+
+    Then prompts that begin alike: the pool is on by default.
+    """
     from openai import OpenAI
 
     (tmp_path / "system.txt").write_text("You are a careful clerk who answers in one short sentence. " * 8)
@@ -98,6 +101,13 @@ def test_over_http(model, tmp_path):
         assert metric(url, "msrnn_prefix_tokens_total") > 80
         assert ask("nobody") == quick, "read afresh"
         assert metric(url, "msrnn_prefix_hits_total") == 1
+        for turn, ending in enumerate(([7] * 9, [8] * 40, [9])):
+            client.completions.create(model="smol", prompt=[*range(100, 700), *ending], max_tokens=2)
+            assert metric(url, "msrnn_prefix_pool_hits_total") == turn
+            assert metric(url, "msrnn_prefix_pool_tokens_total") == 512 * turn
+        assert metric(url, "msrnn_prefix_pool_states") == 1
+        assert metric(url, "msrnn_prefix_pool_bytes") == metric(url, "msrnn_request_state_bytes")
+        assert metric(url, "msrnn_prefix_pool_evictions_total") == 0
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
