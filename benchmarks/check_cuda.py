@@ -24,7 +24,7 @@ from msrnn.policy import parse_policy
 from msrnn.rnn import RNN
 
 POLICIES = ("tova:16", "window+4:16", "h2o:16", "tova-head:16", "tova:16,momentum=0.5", "tova:16,gain=value_norm",
-            "h2o:16,gain=value_norm", "key_difference:16", "full")  # fmt: skip
+            "h2o:16,gain=value_norm", "key_difference:16", "tova:16,kv=int8", "h2o:16,kv=k8v4", "full")  # fmt: skip
 
 
 def reference_error(text: str) -> float:

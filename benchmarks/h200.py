@@ -87,7 +87,7 @@ def _show(record: Record, spent: float) -> None:
     parts = [f"{record['figure']:<44}"]
     if "median_s" in record:
         parts.append(f"{1e3 * record['median_s']:9.3f} ms {record['tokens_per_s']:10,.0f} tok/s b{record['batch']:<4}")
-    for name in ("times_full", "times_floor", "eviction", "times_faster"):
+    for name in ("times_full", "times_plain", "times_floor", "eviction", "times_faster"):
         if isinstance(record.get(name), float):
             parts.append(f"{name} {record[name]:.3f}")
     detail = ("all_readings", "all_ways", "attention_s", "error")
@@ -101,7 +101,8 @@ def _show(record: Record, spent: float) -> None:
 
 def check(s: Session) -> None:
     try:
-        s.gate = f"{gate.check(s.device, ('tova:16', 'h2o:16', 'h2o:16,gain=value_norm', 'full'))} checks passed"
+        policies = ("tova:16", "h2o:16,gain=value_norm", "tova:16,kv=int8", "h2o:16,kv=k8v4")
+        s.gate = f"{gate.check(s.device, policies)} checks passed"
     except gate.GateFailed as error:  # noted in every record: none of them counts before this is fixed
         s.gate = f"FAILED: {error}"
     if s.options.gate:
@@ -158,6 +159,34 @@ def overhead(s: Session) -> None:
             eviction=none,
         )
         s.records[f"step {batch}"] = step or {}
+
+
+def formats(s: Session) -> None:
+    """Slots of 16, 8 and 4 bits: steps, the largest batch, and prompts."""
+    s.load("llama-2-7b")
+    settings = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
+    policies = (s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4")
+    for batch in (384, 1, 48) if not s.small else (2,):
+        plain = None
+        for policy in policies:
+            step = s.figure(
+                f"{policy}, batch {batch}", lambda: decode.step(s.model, policy, batch, s.context, **settings),
+                times_plain=plain,
+            )  # fmt: skip
+            plain = plain or step
+    full = s.figure("full, largest", lambda: decode.largest_full(s.model, s.context, None, **settings))
+    for policy in policies:
+        s.figure(f"{policy}, largest", lambda: decode.largest(s.model, policy, s.context, **settings), times_full=full)
+    settings = {"chunk": 256 if not s.small else 16, "runs": 3}
+    for batch in (32, 1) if not s.small else (2,):
+        plain = None
+        for policy in policies:
+            read = s.figure(
+                f"prefill {s.context} x {batch}: {policy}",
+                lambda: prefill.bounded(s.model, policy, batch, s.context, **settings),
+                times_plain=plain,
+            )
+            plain = plain or read
 
 
 def latency(s: Session, shape: str = "") -> None:
@@ -285,6 +314,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "compile": compiling,
     "decode": lambda s: decoding(s, "llama-2-7b"),
     "overhead": overhead,
+    "formats": formats,
     "latency": latency,
     "latency3": lambda s: latency(s, "llama-3-8b"),
     "prefill": lambda s: prompts(s, False),

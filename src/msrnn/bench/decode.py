@@ -9,6 +9,7 @@ from __future__ import annotations
 from statistics import median
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..core.slots import Slots, gain_of
@@ -24,13 +25,23 @@ OURS = "our kernel"  # a backend for full attention: without scores, over as man
 def fill(engine: Engine, context: int) -> None:
     """As if every row had read `context` - 1 tokens: random keys and values, full slots, no row about to end."""
     for layer in engine.cache.static:
-        layer.slots.keys.normal_()
-        layer.slots.values.normal_()
+        for rows in (layer.slots.keys, layer.slots.values):
+            _randomise(rows)
+        if layer.slots.scales is not None:
+            layer.slots.scales.fill_(2**-6)
         if not isinstance(layer, FullLayer):
             _fill_slots(layer.slots, context - 1)
     engine.cache.seen.fill_(context - 1)
     engine.rows.left.fill_(2**40)
     engine.rows.token.random_(0, engine.model.get_input_embeddings().weight.shape[0])
+
+
+def _randomise(rows: Tensor) -> None:
+    """Normal numbers; any codes that there are."""
+    if rows.is_floating_point():
+        rows.normal_()
+    else:
+        rows.random_(0, 256) if rows.dtype == torch.uint8 else rows.random_(-127, 128)
 
 
 def _fill_slots(slots: Slots, seen: int) -> None:
@@ -42,7 +53,7 @@ def _fill_slots(slots: Slots, seen: int) -> None:
     if slots.scores is not None:
         slots.scores.uniform_()
     if slots.gains is not None:
-        slots.gains.copy_(gain_of(slots.values, slots.gains.dtype))
+        slots.gains.copy_(gain_of(slots.decoded(slots.gains.dtype)[1], slots.gains.dtype))
 
 
 @torch.no_grad()
@@ -77,7 +88,7 @@ def step(
 
 def _kv_bytes(slots: Slots) -> int:
     """Bytes of keys and values that a step has to read."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (slots.keys, slots.values))
+    return sum(tensor.numel() * tensor.element_size() for tensor in slots.codes or (slots.keys, slots.values))
 
 
 def step_or_none(model: PreTrainedModel, policy: str, batch: int, context: int, **settings: object) -> Record | None:
