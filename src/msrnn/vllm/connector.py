@@ -119,6 +119,8 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return keys
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not self.states and not num_external_tokens:
+            return
         ((block,),) = blocks.get_block_ids()
         self.running[request.request_id] = _Running(request, block)
         if not num_external_tokens:
@@ -133,7 +135,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         copies, self.copies = self.copies, Copies()
-        for name, size in scheduler_output.num_scheduled_tokens.items():
+        for name, size in scheduler_output.num_scheduled_tokens.items() if self.states else ():
             running = self.running[name]
             position, keys = running.request.num_computed_tokens + size, self.keys_of(running.request)
             if keys and keeps(position, running.request.num_prompt_tokens, self.every):
@@ -155,8 +157,8 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Called in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take the pool's memory before the first request comes."""
-        if self.states:
+        """Take the pool's memory before the first request comes; once, as the scheduler counts on what is in it."""
+        if self.states and self.pool is None:
             self.pool = HostPool(self.states, self.blocks())
 
     def blocks(self) -> list[Tensor]:

@@ -54,3 +54,11 @@ class HostPool:
             torch.cuda.current_stream().wait_stream(self.stream)
         for memory, layer in zip(self.memory, layers, strict=True):
             layer[block].copy_(memory[place], non_blocking=True)
+
+
+def _pin(memory: Tensor) -> None:
+    """As it is: PyTorch's own pinned memory comes in powers of two, up to twice of what was asked for."""
+    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(code):
+        gib = memory.nbytes / 2**30
+        raise MemoryError(f"{gib:.1f} GiB of host memory cannot be pinned (CUDA error {int(code)}); take less")

@@ -17,8 +17,8 @@ from .pool import EVERY, INTERVAL, piece
 class _Pieces:
     """Mixed into vLLM's schedulers."""
 
-    def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(vllm_config, *arguments, **options)
+    def __init__(self, vllm_config: Any, **options: Any) -> None:
+        super().__init__(vllm_config, **options)  # type: ignore[call-arg]
         transfer = vllm_config.kv_transfer_config
         self.every = INTERVAL if transfer is None else transfer.kv_connector_extra_config.get(EVERY, INTERVAL)
         self.need_mamba_block_aligned_split = True
