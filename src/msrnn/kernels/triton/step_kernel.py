@@ -97,9 +97,10 @@ def _halves(V: tl.constexpr, VP: tl.constexpr, KV: tl.constexpr, GS: tl.constexp
     """Numbers of a value in the order of the tiles, and which there are: [1, VP], or the two halves [2, GP * GS]."""
     if KV == 4:
         half = tl.arange(0, GP * GS)
-        return tl.arange(0, 2)[:, None] * (GH * GS) + half[None, :], ((half < GH * GS) & (half >= 0))[None, :]
-    v = tl.arange(0, VP)
-    return v[None, :], (v < V)[None, :]
+        return tl.arange(0, 2)[:, None] * (GH * GS) + half[None, :], (half < GH * GS)[None, :]
+    else:  # noqa: RET505 (Triton goes on after a return inside an if)
+        v = tl.arange(0, VP)
+        return v[None, :], (v < V)[None, :]
 
 
 @triton.jit
@@ -108,12 +109,13 @@ def _store_row(codes, scale, row, inside, here, KV: tl.constexpr, ACC: tl.conste
     at = tl.arange(0, row.shape[0])
     if KV == 0:
         tl.store(codes + at, row.to(codes.dtype.element_ty), mask=inside & here)
-        return row
-    code, factor = encode8(row[None, :], ACC)
-    code, factor = tl.sum(code, 0), tl.sum(factor.to(ACC), 0)  # of one row
-    tl.store(codes + at, code.to(tl.int8), mask=inside & here)
-    tl.store(scale, factor.to(tl.float16), mask=here)
-    return code * factor
+    else:
+        code, factor = encode8(row[None, :], ACC)
+        code, factor = tl.sum(code, 0), tl.sum(factor.to(ACC), 0)  # of one row
+        tl.store(codes + at, code.to(tl.int8), mask=inside & here)
+        tl.store(scale, factor.to(tl.float16), mask=here)
+        row = code * factor
+    return row
 
 
 @triton.jit
@@ -126,17 +128,18 @@ def _new_value(
         v = tl.arange(0, VP)
         row = tl.load(value + v, mask=v < V, other=0.0).to(ACC)
         return _store_row(values + spot * V, scales, row, v < V, here, KV, ACC)[None, :]
-    half, g, i = tl.arange(0, 2), tl.arange(0, GP), tl.arange(0, GS)
-    inside = (half < 2)[:, None, None] & (g < GH)[None, :, None] & (i < GS)[None, None, :]
-    at = half[:, None, None] * (GH * GS) + g[None, :, None] * GS + i[None, None, :]
-    code, scale, lowest = encode4(tl.load(value + at, mask=inside, other=0.0).to(ACC), ACC)
-    byte = tl.sum(code.to(tl.int32) << (4 * half)[:, None, None], 0).to(tl.uint8)
-    tl.store(values + spot * (GH * GS) + g[:, None] * GS + i[None, :], byte, mask=(g < GH)[:, None] & here)
-    to, theirs = scales + half[:, None] * GH + g[None, :], ((g < GH)[None, :] & (half < 2)[:, None]) & here
-    tl.store(to, scale, mask=theirs)
-    tl.store(to + 2 * GH, lowest, mask=theirs)
-    number = code * scale.to(ACC)[:, :, None] + lowest.to(ACC)[:, :, None]
-    return tl.reshape(tl.where(inside, number, 0.0), [2, GP * GS])
+    else:  # noqa: RET505
+        half, g, i = tl.arange(0, 2), tl.arange(0, GP), tl.arange(0, GS)
+        inside = (half < 2)[:, None, None] & (g < GH)[None, :, None] & (i < GS)[None, None, :]
+        at = half[:, None, None] * (GH * GS) + g[None, :, None] * GS + i[None, None, :]
+        code, scale, lowest = encode4(tl.load(value + at, mask=inside, other=0.0).to(ACC), ACC)
+        byte = tl.sum(code.to(tl.int32) << (4 * half)[:, None, None], 0).to(tl.uint8)
+        tl.store(values + spot * (GH * GS) + g[:, None] * GS + i[None, :], byte, mask=(g < GH)[:, None] & here)
+        to, theirs = scales + half[:, None] * GH + g[None, :], ((g < GH)[None, :] & (half < 2)[:, None]) & here
+        tl.store(to, scale, mask=theirs)
+        tl.store(to + 2 * GH, lowest, mask=theirs)
+        number = code * scale.to(ACC)[:, :, None] + lowest.to(ACC)[:, :, None]
+        return tl.reshape(tl.where(inside, number, 0.0), [2, GP * GS])
 
 
 @triton.jit
@@ -239,7 +242,8 @@ def _no_mix(ACC: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, KV: tl.con
     if KV == 4:
         codes, lowest = tl.zeros([BLOCK, GP, GS], ACC), tl.zeros([BLOCK, GP], ACC)
         return codes, codes, lowest, lowest
-    return tl.zeros([BLOCK, VP], ACC)
+    else:  # noqa: RET505
+        return tl.zeros([BLOCK, VP], ACC)
 
 
 @triton.jit
@@ -254,9 +258,10 @@ def _mix(mixed, value, scale, old, weight, ACC: tl.constexpr, KV: tl.constexpr):
         low_least = low_least * old[:, None] + weight[:, None] * scale[3].to(ACC)
         high_least = high_least * old[:, None] + weight[:, None] * scale[4].to(ACC)
         return low, high, low_least, high_least
-    if KV == 8:
-        weight = weight * scale[1].to(ACC)
-    return mixed * old[:, None] + weight[:, None] * value.to(ACC)
+    else:  # noqa: RET505
+        if KV == 8:
+            weight = weight * scale[1].to(ACC)
+        return mixed * old[:, None] + weight[:, None] * value.to(ACC)
 
 
 @triton.jit
@@ -267,7 +272,8 @@ def _summed(mixed, old, KV: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr):
         low = tl.sum(low * old[:, None, None], 0) + tl.sum(low_least * old[:, None], 0)[:, None]
         high = tl.sum(high * old[:, None, None], 0) + tl.sum(high_least * old[:, None], 0)[:, None]
         return _side_by_side(tl.reshape(low, [1, GP * GS]), tl.reshape(high, [1, GP * GS]))
-    return tl.sum(mixed * old[:, None], 0)[None, None, :]
+    else:  # noqa: RET505
+        return tl.sum(mixed * old[:, None], 0)[None, None, :]
 
 
 @triton.jit
@@ -299,9 +305,10 @@ def _value_rows(
     """[BLOCK, VP], or of 4-bit values the bytes [BLOCK, GP, GS]."""
     if KV != 4:
         return _rows(values, at, inside, V, VP, EVEN)
-    g, i = tl.arange(0, GP), tl.arange(0, GS)
-    from_ = values + at[:, None, None] * (GH * GS) + g[None, :, None] * GS + i[None, None, :]
-    return tl.load(from_, mask=inside[:, None, None] & (g < GH)[None, :, None], other=0)
+    else:  # noqa: RET505
+        g, i = tl.arange(0, GP), tl.arange(0, GS)
+        from_ = values + at[:, None, None] * (GH * GS) + g[None, :, None] * GS + i[None, None, :]
+        return tl.load(from_, mask=inside[:, None, None] & (g < GH)[None, :, None], other=0)
 
 
 @triton.jit
@@ -309,19 +316,16 @@ def _scales_of(scales, at, inside, KV: tl.constexpr, NS: tl.constexpr, GH: tl.co
     """Of keys [BLOCK] and of values: [BLOCK], or scales and lowest numbers of both halves [BLOCK, GP] each."""
     if KV == 0:
         return at, at
-    of_keys = tl.load(scales + at * NS, mask=inside, other=0.0)
-    if KV == 8:
+    elif KV == 8:  # noqa: RET505
+        of_keys = tl.load(scales + at * NS, mask=inside, other=0.0)
         return of_keys, tl.load(scales + at * NS + 1, mask=inside, other=0.0)
-    g = tl.arange(0, GP)
-    from_, theirs = scales + at[:, None] * NS + 1 + g[None, :], inside[:, None] & (g < GH)[None, :]
-    low, high = tl.load(from_, mask=theirs, other=0.0), tl.load(from_ + GH, mask=theirs, other=0.0)
-    return (
-        of_keys,
-        low,
-        high,
-        tl.load(from_ + 2 * GH, mask=theirs, other=0.0),
-        tl.load(from_ + 3 * GH, mask=theirs, other=0.0),
-    )
+    else:
+        of_keys = tl.load(scales + at * NS, mask=inside, other=0.0)
+        g = tl.arange(0, GP)
+        from_, theirs = scales + at[:, None] * NS + 1 + g[None, :], inside[:, None] & (g < GH)[None, :]
+        low, high = tl.load(from_, mask=theirs, other=0.0), tl.load(from_ + GH, mask=theirs, other=0.0)
+        low_least = tl.load(from_ + 2 * GH, mask=theirs, other=0.0)
+        return of_keys, low, high, low_least, tl.load(from_ + 3 * GH, mask=theirs, other=0.0)
 
 
 @triton.jit
@@ -371,7 +375,8 @@ def _many(
         top = higher
     if KV == 4:
         return top, whole, _side_by_side(mixed, upper)
-    return top, whole, mixed[:, None, :]
+    else:  # noqa: RET505
+        return top, whole, mixed[:, None, :]
 
 
 @triton.jit(do_not_specialize=["count", "deciding", "slots", "capacity", "first", "last", "window"])
