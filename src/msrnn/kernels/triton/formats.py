@@ -68,3 +68,55 @@ def encode4(rows, ACC: tl.constexpr):
     scale = tl.where(bad, float("nan"), tl.maximum(top, tl.full([1, 1], _LEAST, ACC))).to(tl.float16)
     codes = _nearest(_ratio(above, tl.broadcast_to(scale.to(ACC)[:, :, None], rows.shape), ACC), ACC)
     return tl.minimum(tl.maximum(codes, 0.0), 15.0), scale, lowest
+
+
+# A byte u becomes a float32 without the slow conversion unit: as the lowest bits of 2^23 its number is 2^23 + u.
+_BYTES = tl.constexpr(
+    """{
+    .reg .b32 bytes, top, word;
+    mov.b32 top, 0x4B000000;
+    xor.b32 bytes, $4, 0x80808080;
+    prmt.b32 word, bytes, top, 0x7540; mov.b32 $0, word; add.f32 $0, $0, 0fCB000080;
+    prmt.b32 word, bytes, top, 0x7541; mov.b32 $1, word; add.f32 $1, $1, 0fCB000080;
+    prmt.b32 word, bytes, top, 0x7542; mov.b32 $2, word; add.f32 $2, $2, 0fCB000080;
+    prmt.b32 word, bytes, top, 0x7543; mov.b32 $3, word; add.f32 $3, $3, 0fCB000080;
+    }"""
+)
+_HALVES = tl.constexpr(
+    """{
+    .reg .b32 low, high, top, word;
+    mov.b32 top, 0x4B000000;
+    and.b32 low, $8, 0x0F0F0F0F;
+    shr.u32 high, $8, 4;
+    and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 word, low, top, 0x7540; mov.b32 $0, word; add.f32 $0, $0, 0fCB000000;
+    prmt.b32 word, low, top, 0x7541; mov.b32 $1, word; add.f32 $1, $1, 0fCB000000;
+    prmt.b32 word, low, top, 0x7542; mov.b32 $2, word; add.f32 $2, $2, 0fCB000000;
+    prmt.b32 word, low, top, 0x7543; mov.b32 $3, word; add.f32 $3, $3, 0fCB000000;
+    prmt.b32 word, high, top, 0x7540; mov.b32 $4, word; add.f32 $4, $4, 0fCB000000;
+    prmt.b32 word, high, top, 0x7541; mov.b32 $5, word; add.f32 $5, $5, 0fCB000000;
+    prmt.b32 word, high, top, 0x7542; mov.b32 $6, word; add.f32 $6, $6, 0fCB000000;
+    prmt.b32 word, high, top, 0x7543; mov.b32 $7, word; add.f32 $7, $7, 0fCB000000;
+    }"""
+)
+
+
+@_jit
+def numbers(rows, ACC: tl.constexpr, KV: tl.constexpr, PTX: tl.constexpr):
+    """Stored keys or 8-bit values as numbers in ACC, before any scale."""
+    if PTX and KV > 0:
+        return tl.inline_asm_elementwise(_BYTES, "=f,=f,=f,=f,r", [rows], tl.float32, True, 4)
+    else:  # noqa: RET505 (Triton goes on after a return inside an if)
+        return rows.to(ACC)
+
+
+@_jit
+def nibbles(rows, ACC: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high halves of bytes as numbers in ACC."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _HALVES, "=f,=f,=f,=f,=f,=f,=f,=f,r", [rows], (tl.float32, tl.float32), True, 4
+        )
+    else:  # noqa: RET505
+        byte = rows.to(tl.int32)
+        return (byte & 15).to(ACC), (byte >> 4).to(ACC)

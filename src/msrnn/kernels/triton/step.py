@@ -104,6 +104,7 @@ class _Launch:
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
             ACC=tl.float64 if self.notes.tops.dtype == torch.float64 else tl.float32,
+            PTX=self.new[0].is_cuda,
             **self.flags,
             **self.cut["attend"],
         )
