@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from tests.in_vllm.belongings import Belongings
 from tests.in_vllm.engines import NEW
 
 CAPACITY = 64
@@ -166,3 +167,11 @@ def test_bad_requests_are_answered_and_the_server_lives_on(server, client, promp
             break
         time.sleep(0.2)
     assert metric(server[1], "vllm:num_requests_running") == 0, "the request of a closed connection still runs"
+
+
+def test_killed_it_leaves_nothing(server):
+    """SIGKILL of `msrnn serve` itself: its processes, folder and shared memory go. The last test of this server."""
+    belongings = Belongings(server[0])
+    server[0].kill()
+    server[0].wait()
+    assert belongings.gone_within(30), belongings.remaining
