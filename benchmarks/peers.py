@@ -1,0 +1,267 @@
+"""msrnn beside its peers on the same work: kvpress's policies, transformers' own caches; results/peers.jsonl.
+
+    python benchmarks/peers.py --data FOLDER [--device cuda] [--parts pg19 recall memory] [--minutes 30]
+
+The same model (SmolLM2-135M), the same texts, the same number of tokens kept of a prompt:
+- pg19: perplexity of the next tokens after a prompt, texts spread over each held-out book;
+- recall: needles and RULER, greedy answers; the question is part of the prompt;
+- memory: peak bytes above the model's own while one prompt is read, and seconds of reading and of a step.
+A policy of kvpress reads the whole prompt with full attention and then drops tokens, and what comes later is added;
+msrnn never holds more than `capacity` + 1. `--kvpress PYTHON` names the python that has kvpress (default: that of
+.venv-kvpress). The same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from msrnn.eval import metrics
+from msrnn.eval.prompts import Resources
+from msrnn.eval.record import Record, write_records
+from msrnn.eval.task import Metric, Output, Sample, Task
+from msrnn.eval.tasks import needle, ruler
+from msrnn.hf.load import bundled
+from msrnn.system import provenance
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "experiments"))
+from books import split  # noqa: E402
+
+KVPRESS = tuple(f"kvpress {n}" for n in ("TOVA", "SnapKV", "KeyDiff", "expected attention", "knorm", "streaming"))
+RUNS = {
+    "peers_msrnn.py": (
+        *("transformers full", "msrnn tova", "msrnn fade", "msrnn h2o", "msrnn window+4"),
+        "transformers sliding",
+    ),
+    "peers_kvpress.py": KVPRESS,
+}
+MEMORY_RUNS = {
+    "peers_msrnn.py": ("transformers full", "transformers static", "transformers sliding", "msrnn tova", "msrnn fade"),
+    "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV"),
+}
+KEEP_ALL = ("transformers full", "transformers static")
+RULER_KINDS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "vt")
+NEW_TOKENS = 64
+Job = dict[str, Any]
+Results = dict[str, list[Job]]  # by run
+
+
+def pg19_jobs(options: argparse.Namespace, resources: Resources) -> Iterator[Job]:
+    size = options.prompt + options.continuation
+    for book in split(Path(options.data))[1]:
+        ids = resources.encode(book.read_text(encoding="utf-8")[:600_000])
+        starts = [(1 + i) * (len(ids) - size) // (1 + options.texts) for i in range(options.texts)]
+        rows = [ids[start : start + options.prompt] for start in starts]
+        rest = [ids[start + options.prompt : start + size] for start in starts]
+        yield {"id": book.stem, "rows": rows, "continuation": rest}
+
+
+def recall_tasks(options: argparse.Namespace, resources: Resources) -> dict[str, Task]:
+    kinds = ruler.Settings(RULER_KINDS, (options.recall_length,), options.samples)
+    needles = needle.Settings(lengths=(options.recall_length,), repeats=max(1, options.samples // 2))
+    return {"ruler": ruler.task(kinds, resources), "needle": needle.task(needles, resources)}
+
+
+def alike(task: Task, resources: Resources) -> list[tuple[Sample, list[int]]]:
+    """Prompts of one length, so that nothing is padded: the end of a longer text is cut, unless an answer is there."""
+    prompts = [(sample, list(task.prompt(sample, None))) for sample in task.samples()]
+    length = min(len(ids) for _, ids in prompts)
+    cut = [(sample, list(task.prompt(sample, length))) for sample, _ in prompts]
+    return [(sample, ids) for sample, ids in cut if len(ids) == length and _answered(sample, ids, resources)]
+
+
+def _answered(sample: Sample, ids: list[int], resources: Resources) -> bool:
+    content = sample.content
+    answers = (content.number,) if isinstance(content, needle.Needle) else content.example.answers
+    text = resources.tokenizer.decode(ids)
+    return all(answer in text for answer in answers)
+
+
+def recall_jobs(options: argparse.Namespace, resources: Resources) -> Iterator[Job]:
+    for name, task in recall_tasks(options, resources).items():
+        prompts = alike(task, resources)
+        for start in range(0, len(prompts), options.batch):
+            part = prompts[start : start + options.batch]
+            names, rows = [sample.id for sample, _ in part], [ids for _, ids in part]
+            yield {"id": f"{name}/{start}", "samples": names, "rows": rows, "new_tokens": NEW_TOKENS}
+
+
+def memory_jobs(options: argparse.Namespace, resources: Resources) -> Iterator[Job]:
+    text = split(Path(options.data))[1][0].read_text(encoding="utf-8")
+    ids = resources.encode(text)
+    ids = ids * (1 + max(options.lengths) // len(ids))
+    yield from ({"id": str(length), "rows": [ids[:length]], "memory": True} for length in options.lengths)
+
+
+JOBS = {"pg19": pg19_jobs, "recall": recall_jobs, "memory": memory_jobs}
+
+
+def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Results:
+    """Results by run, measured where they are not there yet; only jobs that all runs have done."""
+    path = options.work / f"{part}.jobs.jsonl"
+    path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    out = options.work / f"{part}.{options.capacity}.results.jsonl"
+    for script, runs in (MEMORY_RUNS if part == "memory" else RUNS).items():
+        python = options.kvpress if "kvpress" in script else sys.executable
+        if not Path(python).exists():
+            print(f"{script} is left out: there is no {python}; run `make .venv-kvpress/.installed`")
+            continue
+        command = [python, str(HERE / script), "--model", options.model, "--jobs", str(path), "--out", str(out)]
+        command += ["--capacity", str(options.capacity), "--threads", str(options.threads), "--runs", *runs]
+        command += ["--device", options.device, "--dtype", options.dtype, "--deadline", str(options.deadline)]
+        subprocess.run(command, check=True)
+    return by_run(out)
+
+
+def by_run(path: Path) -> Results:
+    runs: dict[str, dict[str, Job]] = {}
+    for one in map(json.loads, path.read_text().splitlines()):
+        runs.setdefault(one["run"], {})[one["id"]] = one
+    common = set.intersection(*(set(lines) for lines in runs.values())) if runs else set()
+    return {run: [lines[name] for name in sorted(common)] for run, lines in runs.items()}
+
+
+def pg19_records(options: argparse.Namespace, results: Results, _: Resources) -> Iterator[Record]:
+    cell = {"work": "pg19", "prompt": options.prompt, "continuation": options.continuation}
+    for run, lines in results.items():
+        tokens = float(options.texts * options.continuation)
+        parts = {one["id"]: {"nll": sum(one["nll"]), "tokens": tokens, "count": len(one["nll"])} for one in lines}
+        yield quality(options, run, metrics.perplexity(), parts, cell, lines)
+
+
+def recall_records(options: argparse.Namespace, results: Results, resources: Resources) -> Iterator[Record]:
+    known = {}
+    for name, task in recall_tasks(options, resources).items():
+        known |= {(name, sample.id): (task, sample) for sample in task.samples()}
+    jobs = {job["id"]: job["samples"] for job in recall_jobs(options, resources)}
+    for run, lines in results.items():
+        cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+        for one in lines:
+            name = one["id"].partition("/")[0]
+            for sample_id, ids in zip(jobs[one["id"]], one["ids"], strict=True):
+                task, sample = known[name, sample_id]
+                add(cells, name, sample, task.score(sample, output(resources, ids)))
+        for (name, kind), parts in cells.items():
+            metric = metrics.mean("match") if name == "ruler" else metrics.mean("recall")
+            cell = {"work": name, "kind": kind, "length": options.recall_length}
+            yield quality(options, run, metric, parts, cell, lines)
+
+
+def output(resources: Resources, ids: list[int]) -> Output:
+    """The ids before the first end of text or of a message."""
+    ends = {resources.tokenizer.eos_token_id}
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return Output(ids=ids[:stop], text=resources.tokenizer.decode(ids[:stop], skip_special_tokens=True))
+
+
+def add(cells: dict, name: str, sample: Sample, rows: list[Any]) -> None:
+    for row in rows:
+        part = cells.setdefault((name, str(row.cell["kind"])), {}).setdefault(sample.group, {})
+        for column, value in row.columns.items():
+            part[column] = part.get(column, 0.0) + value
+
+
+def memory_records(options: argparse.Namespace, results: Results, _: Resources) -> Iterator[Record]:
+    names = {"peak bytes": "peak_bytes", "prefill seconds": "prefill_s", "step seconds": "step_s"}
+    for run, lines in results.items():
+        for one in lines:
+            for metric, name in names.items():
+                cell = {"work": "memory", "length": int(one["id"])}
+                yield record(options, run, metric, (one[name], None, None), cell, [one], {})
+
+
+RECORDS = {"pg19": pg19_records, "recall": recall_records, "memory": memory_records}
+
+
+def quality(
+    options: argparse.Namespace, run: str, metric: Metric, parts: dict[str, Any], cell: dict, lines: list[Job]
+) -> Record:
+    return record(options, run, metric.name, tuple(metrics.interval(parts, metric, 0)), cell, lines, parts)
+
+
+def record(
+    options: argparse.Namespace, run: str, metric: str, values: tuple, cell: dict, lines: list[Job], parts: dict
+) -> Record:
+    return Record(
+        task="peers",
+        model=Path(options.model).name,
+        policy=run,
+        capacity=None if run in KEEP_ALL else options.capacity,
+        metric=metric,
+        **dict(zip(("value", "low", "high"), values, strict=True)),
+        samples=int(sum(part["count"] for part in parts.values())) or 1,
+        groups=len(parts) or 1,
+        seed=0,
+        dtype=options.dtype,
+        machine=provenance.machine(torch.device(options.device)),
+        versions=lines[0]["versions"],
+        commit=provenance.commit(),
+        date=provenance.now(),
+        seconds=round(sum(one["prefill_s"] for one in lines), 3),
+        peak_bytes=max(one["peak_bytes"] for one in lines),
+        run="peers",
+        settings={"threads": options.threads, "new_tokens": NEW_TOKENS, "texts": options.texts},
+        cell=cell,
+        parts=parts,
+        command=provenance.command(),
+    )
+
+
+def show(records: list[Record]) -> None:
+    for one in records:
+        edges = "" if one.low is None else f"[{one.low:.4g}, {one.high:.4g}]"
+        where = " ".join(str(value) for value in one.cell.values())
+        print(f"{one.policy:27} {where:32} {one.metric:15} {one.value:14.4f} {edges}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a folder with pg19/*.txt")
+    parser.add_argument("--model", help="a folder (default: the bundled SmolLM2-135M-Instruct)")
+    parser.add_argument("--parts", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--capacity", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--continuation", type=int, default=128)
+    parser.add_argument("--texts", type=int, default=3, help="of each book, read together")
+    parser.add_argument("--recall-length", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=6, help="of each kind of RULER")
+    parser.add_argument("--batch", type=int, default=30, help="prompts that are answered together")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=600, help="start no job after this time")
+    parser.add_argument("--kvpress", default=str(HERE.parent / ".venv-kvpress" / "bin" / "python"))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/msrnn-peers"), help="jobs and results so far")
+    parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "peers.jsonl")
+    options = parser.parse_args()
+    options.deadline = time.time() + 60 * options.minutes
+    options.model = options.model or str(bundled())
+    options.work.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    resources = Resources(None, AutoTokenizer.from_pretrained(options.model), options.data)  # type: ignore[arg-type]
+    for part in options.parts:
+        start = time.monotonic()
+        results = do(part, options, list(JOBS[part](options, resources)))
+        records = list(RECORDS[part](options, results, resources))
+        show(records)
+        print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
+        write_records(options.out, records)
+
+
+if __name__ == "__main__":
+    main()
