@@ -3,7 +3,7 @@
 A measurement is the loss of the text under one capacity per layer (None: full), so one file of them serves the curves
 of single layers and the joint moves alike, and a run that was killed resumes where it stopped. The loss is counted over
 the second half of every chunk: no capacity is larger than the first half, so every state is full there and the curves
-do not depend on where a chunk ends.
+do not depend on where a chunk ends. Or it is counted over answers at the end of a chunk (`recall.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..hf.identity import profile_identity
 from ..policy import Plan, full, per_layer
 from .allocate import Curve, allocate, expected_loss
 from .profile import KIND
+from .recall import Goal, second_half
 
 Capacities = tuple[int | None, ...]
 OnMeasured = Callable[[str, float], object]  # called with a description and the loss, also for a loss from the file
@@ -85,10 +86,22 @@ def digest(token_ids: Tensor) -> str:
 
 
 class Meter:
-    """The loss (nats per token) under any capacities by layer; each is measured once and kept in a file."""
+    """The loss (nats per token) under any capacities by layer; each is measured once and kept in a file.
 
-    def __init__(self, model: PreTrainedModel, chunks: Tensor, settings: Settings, path: str | Path) -> None:
-        self.model, self.chunks, self.settings = model, chunks, settings
+    chunks [N, T]; counted [N, T - 1]: the losses that count, those of the second half by default.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunks: Tensor,
+        settings: Settings,
+        path: str | Path,
+        goal: Goal = "perplexity",
+        counted: Tensor | None = None,
+    ) -> None:
+        self.model, self.chunks, self.settings, self.goal = model, chunks, settings, goal
+        self.counted = second_half(chunks) if counted is None else counted
         self.limits = [min(settings.grid[-1], layer.window or settings.grid[-1]) for layer in geometry(model)]
         self.measurements = Measurements(path, self.conditions())
         self.on_measured: OnMeasured = lambda description, loss: None
@@ -103,10 +116,11 @@ class Meter:
             "policy": self.settings.policy,
             "text": digest(self.chunks),
             "shape": list(self.chunks.shape),
+            **({} if self.goal == "perplexity" else {"for": self.goal, "counted": digest(self.counted)}),
         }
 
     def loss(self, capacities: Capacities, description: str = "") -> float:
-        """Mean over the second half of every chunk."""
+        """Mean over what counts in every chunk."""
         if capacities not in self.measurements:
             self.measurements.add(capacities, self._measure(capacities))
         losses: list[float] = self.measurements[capacities]["nll"]
@@ -115,12 +129,12 @@ class Meter:
         return mean
 
     def _measure(self, capacities: Capacities) -> dict[str, Any]:
-        start, half, plan = time.perf_counter(), self.chunks.shape[1] // 2, self.plan(capacities)
+        start, plan = time.perf_counter(), self.plan(capacities)
         piece = largest_piece(self.model, min(self.settings.batch, len(self.chunks)))
         parts = [
             token_nll(self.model, part, plan, piece=piece) for part in torch.split(self.chunks, self.settings.batch)
         ]
-        losses = torch.cat(parts)[:, half - 1 :].double().mean(1)  # column i predicts token i + 1
+        losses = (torch.cat(parts).double() * self.counted).sum(1) / self.counted.sum(1)
         return {"nll": [round(loss, 7) for loss in losses.tolist()], "seconds": round(time.perf_counter() - start, 3)}
 
     def plan(self, capacities: Capacities) -> Plan:
@@ -197,6 +211,7 @@ def calibrate(meter: Meter, averages: Sequence[int], text: dict[str, Any], versi
         "capacities": results[0].pop("capacities"),
         "allocations": {str(a): r.pop("capacities") for a, r in zip(averages[1:], results[1:], strict=True)},
         "policy": meter.settings.policy,
+        "for": meter.goal,
         "model": conditions["model"] | {"weights": conditions["weights"]},
         "text": text | {"tokens_sha256": conditions["text"], "chunks": conditions["shape"]},
         "dtype": conditions["dtype"],

@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 
     from ..budgets.calibrate import Settings
 
+_GOALS = ("perplexity", "recall", "both")
 _ABOUT = """\
 Measure on a text how the loss grows as each single layer shrinks (the others full), and spend an average number of
 slots per layer where it buys most. The profile that this writes gives every layer its own capacity at the same total
 memory as the plain policy; it names the model it was made for and refuses others. A run that was killed resumes when
 the same command is given again: measurements are kept beside the profile, in OUTPUT.measured.jsonl, and another
---average uses them too.
+--average uses them too. With --for recall only the answers to questions about facts count, which are hidden in the
+text; with --for both the text and these answers.
 """
 _EXAMPLES = """\
 examples:
   msrnn calibrate --average 256 -o profile.json
   msrnn calibrate Qwen/Qwen3-0.6B --text a.txt --text b.txt --average 256 --average 512 -o profile.json
   msrnn generate -f book.txt --policy tova:256 --profile profile.json
+  msrnn calibrate --policy fade --for recall --average 512 -o recall.json
   msrnn calibrate --policy h2o-layer --length 1024 --chunks 2 --grid 16,64,256 --rounds 0 --average 64 -o quick.json
 
 On a GPU 8 chunks of 4,096 tokens and capacities that double are measured, then 2 rounds of joint moves; on a CPU
@@ -47,6 +50,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--average", action="append", required=True, type=integer(1), metavar="N", help=size)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where the profile goes")
     parser.add_argument("--policy", default="tova", metavar="KIND", help="a policy without a size (default: tova)")
+    goal = "what slots are spent on: the text's perplexity (default), facts hidden in it, or both"
+    parser.add_argument("--for", dest="goal", default="perplexity", choices=_GOALS, help=goal)
     parser.add_argument("--grid", metavar="N,N,...", help="capacities to try (default: up to half of a chunk)")
     parser.add_argument("--rounds", type=integer(0), metavar="N", help="joint moves (default: 2 on a GPU, else 0)")
     add_texts(parser, required=False, chunks="8 on a GPU, else 2")
@@ -63,16 +68,18 @@ def run(arguments: Namespace) -> None:
     from .. import __version__
     from ..budgets.calibrate import Meter, calibrate, measurement_count
     from ..budgets.profile import dump
+    from ..budgets.recall import goal_chunks
     from ..hf.geometry import geometry
     from ..system.files import write_text
 
     model, tokenizer = load_model(arguments)
     default = 8 if model.device.type == "cuda" else 2
     chunks, text = read_chunks(arguments, model, tokenizer, arguments.chunks or default)
+    chunks, counted = goal_chunks(arguments.goal, tokenizer, chunks)
     settings = _settings(arguments, kind, grid, model, chunks)
     averages = list(dict.fromkeys(arguments.average))
     settings.check(len(geometry(model)), chunks.shape[1], averages)
-    meter = Meter(model, chunks, settings, f"{output}.measured.jsonl")
+    meter = Meter(model, chunks, settings, f"{output}.measured.jsonl", arguments.goal, counted)
     known = len(meter.measurements.results)
     if not arguments.quiet:
         resumed = f"; {known} measurements are there already" if known else ""
@@ -133,7 +140,8 @@ def _text(profile: dict[str, Any], output: Path) -> str:
     by_average = {profile["average"]: profile["capacities"]} | profile["allocations"]
     return "\n".join(
         [
-            f"{output}: {profile['policy']} for {profile['model']['name']}, measured on {count} x {length:,} tokens",
+            f"{output}: {profile['policy']} for {profile['model']['name']}, measured on {count} x {length:,} tokens, "
+            f"for {profile['for']}",
             "loss over the full model, nats per token:",
             table(losses, _HEADER),
             *(
