@@ -123,7 +123,9 @@ def _add_bos(tokenizer: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
     bos = tokenizer.bos_token
-    start = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 1)])
+    start = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
     tokenizer.backend_tokenizer.post_processor = start
 
 
