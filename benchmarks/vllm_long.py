@@ -176,15 +176,23 @@ def killed() -> Result:
 
     with server(POLICY, "--kv-cache-memory-bytes", str(64 << 20)) as (url, process):
         family = psutil.Process(process.pid).children(recursive=True)
-        names = {child.pid: " ".join([child.name(), *child.cmdline()]) for child in family}
-        workers = [pid for pid, name in names.items() if "Worker" in name]  # one GPU is the engine's own worker
-        worker = (workers or [pid for pid, name in names.items() if "EngineCore" in name])[0]
+        worker = _worker(process)
         request = asyncio.run(_broken(url, _texts(1, 200)[0], worker))
         code = process.wait(60)  # raises if the server hangs
         _, left = psutil.wait_procs(family, 30)
     assert request >= 500 or request == 0, f"the request ended with status {request}"
     assert not left, f"processes were left behind: {left}"
     return {"request_ended_with": request or "connection closed", "server_ended_with": code}
+
+
+def _worker(process: subprocess.Popen[bytes]) -> int:
+    """The process that runs the model: the newest one of vLLM's server. On one GPU that is the engine's own process."""
+    import psutil
+
+    helpers = ("resource_tracker", "compile_worker", "msrnn.system.watch")
+    family = psutil.Process(process.pid).children(recursive=True)
+    family = [child for child in family if not any(name in " ".join(child.cmdline()) for name in helpers)]
+    return int(max(family, key=lambda child: child.create_time()).pid)
 
 
 @contextmanager
