@@ -43,8 +43,8 @@ def read(
     total = query.shape[2]
     if total == 1:
         return _one_token(slots, query, key, value, policy, attention, real, on_evict)
+    key, value = slots.expand(key, value)
     space, output = Workspace(slots, key, chunk), _output(query, value)
-    key, value = space.store(key, value)
     steps, start = step_numbers(slots, real, total), 0
     plain = Chunks(space, (query, key, value), steps, policy, attention, output)
     fast = kernels.fast_chunks(space, (query, key, value), steps, policy, attention, output)
@@ -109,7 +109,7 @@ class Chunks:
         steps, output = self.steps[:, part], self.output[:, :, part]
         space, policy, attention = self.space, self.policy, self.attention
         keep_all = nothing_leaves(space.slots, policy, attention, query.shape[2])
-        space.add(key, value, steps, part.start)
+        space.add(key, value, steps)
         if keep_all or decides_by_age(policy, attention.window):
             policy = replace(policy, capacity=None, first=0, last=0) if keep_all else policy
             expiry = expiry_by_age(space.columns.positions, policy, attention.window)
@@ -196,11 +196,11 @@ def read_oneshot(
     """
     if query.shape[2] == 1:
         return _one_token(slots, query, key, value, policy, attention, real, on_evict)
+    key, value = slots.expand(key, value)
     total = query.shape[2]
     space, output = Workspace(slots, key, total), _output(query, value)
-    key, value = space.store(key, value)
     steps, keep_all = step_numbers(slots, real, total), replace(policy, capacity=None, first=0, last=0)
-    space.add(key, value, steps, 0)
+    space.add(key, value, steps)
     columns, scores, memory = space.columns, space.columns.scores, space.columns.memory
     parts = (torch.split(query, chunk, 2), torch.split(steps, chunk, 1), torch.split(output, chunk, 2))
     for rows, part, out in zip(*parts, strict=True):

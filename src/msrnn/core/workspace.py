@@ -27,10 +27,10 @@ class Workspace:
         self.slots, self.used = slots, slots.filled
         end = self.used + key.shape[2]
         room = end if slots.limit is None else min(end, slots.limit + chunk)
-        held = slots.decoded(key.dtype, self.used)
-        self.keys, self.values = (_copy(name, rows, room) for name, rows in zip(("keys", "values"), held, strict=True))
-        self.codes = [_copy(f"codes {n}", rows[:, :, : self.used], room) for n, rows in enumerate(slots.codes)]
-        self.incoming: list[Tensor] = []
+        sizes = zip(("keys", "values"), slots.sizes, strict=True)
+        self.keys, self.values = (_room(name, slots.keys, room, size, key.dtype) for name, size in sizes)
+        self.codes = [_room(f"codes {n}", rows, room, rows.shape[3]) for n, rows in enumerate(slots.codes)]
+        self.fill()
         self.positions = pad(slots.positions[:, :, : self.used], (0, room - self.used), value=-1)
         self.scores, self.gains = (
             None if rows is None else pad(rows[:, :, : self.used], (0, room - self.used))
@@ -59,24 +59,25 @@ class Workspace:
         if self.used == self.slots.limit:
             self.evict(torch.where(self.positions[:, :, : self.used] < 0, -1, NEVER), None)
 
-    def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [B, KV heads, T, D], value [B, KV heads, T, V] of all tokens of a read, as the slots will hold them."""
-        key, value = self.slots.expand(key, value)
-        kv = self.slots.kv
-        if kv is None:
-            return key, value
-        *self.incoming, key, value = kernels.encode(key, value, kv)
-        return key, value
+    def fill(self) -> None:
+        """Keys and values of the slots' first columns, and their codes."""
+        slots, used = self.slots, slice(0, self.used)
+        for ours, theirs in zip(
+            self.codes or (self.keys, self.values), slots.codes or (slots.keys, slots.values), strict=True
+        ):
+            ours[:, :, used] = theirs[:, :, used]
+        if slots.kv is not None:
+            codes = [rows[:, :, used] for rows in self.codes]
+            kernels.decode(codes, slots.kv, out=(self.keys[:, :, used], self.values[:, :, used]))
 
-    def add(self, key: Tensor, value: Tensor, steps: Tensor, start: int) -> None:
-        """A chunk's rows, from token `start` of a read on, go behind the rest.
-
-        key [B, G, C, D], value [B, G, C, V], as `store` returned them, steps [B, C].
-        """
+    def add(self, key: Tensor, value: Tensor, steps: Tensor) -> None:
+        """A chunk's rows go behind the rest. key [B, G, C, D], value [B, G, C, V], steps [B, C]."""
         new = slice(self.used, self.used + key.shape[2])
-        self.keys[:, :, new], self.values[:, :, new] = key, value
-        for codes, rows in zip(self.codes, self.incoming, strict=True):
-            codes[:, :, new] = rows[:, :, start : start + key.shape[2]]
+        if self.slots.kv is None:
+            self.keys[:, :, new], self.values[:, :, new] = key, value
+        else:
+            out = [rows[:, :, new] for rows in (*self.codes, self.keys, self.values)]
+            value = kernels.encode(key, value, self.slots.kv, out)[4]
         self.positions[:, :, new] = steps[:, None]
         if self.scores is not None:
             self.scores[:, :, new] = 0
@@ -119,8 +120,6 @@ class Workspace:
         slots.packed_at = slots.fed
 
 
-def _copy(name: str, rows: Tensor, room: int) -> Tensor:
-    """rows [B, G, S, D] in a buffer with `room` columns, the first S of them filled."""
-    copy = buffer(name, (*rows.shape[:2], room, rows.shape[3]), rows.dtype, rows.device)
-    copy[:, :, : rows.shape[2]] = rows
-    return copy
+def _room(name: str, like: Tensor, columns: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for so many columns [B, G, columns, size] of heads like `like` has."""
+    return buffer(name, (*like.shape[:2], columns, size), dtype or like.dtype, like.device)

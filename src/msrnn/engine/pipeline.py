@@ -39,8 +39,9 @@ class OpenWorkspace(Workspace):
         def widen(rows: Tensor, value: int = 0) -> Tensor:
             return rows.new_full((*rows.shape[:2], slots.limit + chunk, *rows.shape[3:]), value)  # type: ignore[operator]
 
-        self.keys, self.values = (widen(rows) for rows in slots.decoded(dtype, slots.limit))
-        self.codes, self.incoming = [widen(rows) for rows in slots.codes], []
+        shape, device = (*slots.keys.shape[:2], slots.limit + chunk), slots.keys.device
+        self.keys, self.values = (torch.zeros(*shape, size, dtype=dtype, device=device) for size in slots.sizes)
+        self.codes = [widen(rows) for rows in slots.codes]
         self.positions = widen(slots.positions, -1)
         self.scores, self.gains = (None if rows is None else widen(rows) for rows in (slots.scores, slots.gains))
         self.memory = None if slots.memory is None else widen(slots.memory)
@@ -52,9 +53,7 @@ class OpenWorkspace(Workspace):
             ours, theirs = getattr(self, name), getattr(self.slots, name)
             if ours is not None:
                 ours[:, :, : self.used] = theirs[:, :, : self.used]
-        held = (*self.slots.decoded(self.keys.dtype, self.used), *self.slots.codes)
-        for ours, theirs in zip((self.keys, self.values, *self.codes), held, strict=True):
-            ours[:, :, : self.used] = theirs[:, :, : self.used]
+        self.fill()
         self.pack()
 
 
@@ -75,7 +74,7 @@ class LaneLayer(BoundedLayer):
         stream = torch.cuda.current_stream() if query.is_cuda else None
         if stream is not None and self.done is not None:
             stream.wait_event(self.done)
-        key, value = self.space.store(key, value)
+        key, value = self.shared.expand(key, value)
         output = self._read(query, key, value, attention)
         if stream is not None:
             self.done = stream.record_event()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ __all__ = [
     "compact",
     "compiled",
     "decision_stream",
+    "decode",
     "encode",
     "fast_chunks",
     "mask",
@@ -119,13 +121,27 @@ def step(
     return triton_step.step(slots, query, key, value, policy, attention, out)
 
 
-def encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode(key: Tensor, value: Tensor, kv: KV, out: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
     """Codes and scales of keys and values, and what they stand for; see `kernels/torch/encode.py`."""
     if key.is_cuda and compiled("cuda"):
         from .triton import encode as triton_encode
 
-        return triton_encode.encode(key, value, kv)
-    return torch_encode.encode(key, value, kv)
+        return triton_encode.encode(key, value, kv, out)
+    if key.device.type == "cpu" and compiled("cpu") and out is None:
+        from .numba import encode as numba_encode
+
+        return numba_encode.encode(key, value, kv)
+    return torch_encode.encode(key, value, kv, out)
+
+
+def decode(codes: Sequence[Tensor], kv: KV, out: tuple[Tensor, Tensor]) -> None:
+    """What codes and scales stand for; see `kernels/torch/encode.py`."""
+    if out[0].is_cuda and compiled("cuda"):
+        from .triton import encode as triton_encode
+
+        triton_encode.decode(codes, kv, out)
+    else:
+        torch_encode.decode(codes, kv, out)
 
 
 def mask_exponentials(

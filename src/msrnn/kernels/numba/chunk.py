@@ -19,6 +19,7 @@ from ...core.workspace import Workspace
 from ...policy import Policy
 from .compact import move_unit, plan_unit, words_of
 from .compile import FAST_MATH, jit
+from .encode import encode
 from .mask import mask_unit
 from .scan import limits_of, scan_unit
 from .threads import parallel_for, units_of
@@ -55,6 +56,10 @@ class Chunks:
         output: Tensor,
     ) -> None:
         self.space, self.attention, self.output = space, attention, output
+        codes: list[Tensor] = []
+        if space.slots.kv is not None:
+            *codes, key, value = encode(tokens[1], tokens[2], space.slots.kv)
+            tokens = tokens[0], key, value
         self.tokens = [token.transpose(1, 2).contiguous().numpy() for token in tokens]  # the order that models have
         self.steps = steps.contiguous().numpy()
         number = self.tokens[0].dtype
@@ -66,7 +71,7 @@ class Chunks:
         self.gains = None if space.gains is None else space.gains.numpy()
         self.rows_by_head = [words_of(row) for row in space.moving]
         self.codes = [words_of(row) for row in space.codes]
-        self.incoming = [words_of(row.contiguous()) for row in space.incoming]
+        self.incoming = [words_of(rows) for rows in codes]
         self.failed = np.zeros(self.positions.shape[:2], np.bool_)
         self.moves = np.empty((*self.positions.shape[:2], self.positions.shape[2], 2), np.int64)
         self.counts = np.empty(self.positions.shape[:2], np.int64)

@@ -35,6 +35,7 @@ _ENOUGH = 8  # heads per SM that are many
 _MOST_SPLITS = 64  # of one head, which one program combines
 _MOST_HEADS_ASIDE = 2048  # up to here a decision stream costs the model's matmuls less than it saves
 _STAGES = 2  # tiles in flight, of grouped heads
+_AHEAD = 2  # tiles of codes loaded ahead, of a head that is alone: they are half as large
 _MOST_SLOTS = 2**15 + 1  # that one program can choose among
 
 
@@ -104,7 +105,6 @@ class _Launch:
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
             ACC=tl.float64 if self.notes.tops.dtype == torch.float64 else tl.float32,
-            PTX=self.new[0].is_cuda,
             **self.flags,
             **self.cut["attend"],
         )
@@ -228,7 +228,7 @@ def _cut(
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
     sizes |= {"STAGES": _STAGES, "EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
-    sizes |= layout(kv, width)
+    sizes |= layout(kv, width) | {"AHEAD": 1 if kv is None else _AHEAD}
     return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import encode4, encode8, nibbles, numbers
+from .formats import encode4, encode8
 
 UNLIMITED = tl.constexpr(2**31 - 1)
 _NO_TOP = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
@@ -32,7 +32,7 @@ def attend(
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, PTX: tl.constexpr,
+    KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
     stored = tl.program_id(0).to(tl.int64)
@@ -66,13 +66,13 @@ def attend(
         top, whole, mixed = _one(
             asked, keys, values, scales, positions, logits + h * pitch, spot, now, active, share * per, per, slots,
             window,
-            SCALE, SOFTCAP, ACC, SCORED, WINDOW, D, V, DP, VP, BLOCK, KV, NS, GS, GH, GP, PTX,
+            SCALE, SOFTCAP, ACC, SCORED, WINDOW, D, V, DP, VP, BLOCK, KV, NS, GS, GH, GP, AHEAD,
         )  # fmt: skip
     else:
         top, whole, mixed = _many(
             asked, keys, values, scales, positions, logits + h * pitch, mine, spot, now, active, share * per, per,
             slots, window,
-            SCALE, SOFTCAP, ACC, STAGES, SCORED, WINDOW, D, V, DP, VP, BLOCK, ROWS, EVEN, KV, NS, GS, GH, GP, PTX,
+            SCALE, SOFTCAP, ACC, STAGES, SCORED, WINDOW, D, V, DP, VP, BLOCK, ROWS, EVEN, KV, NS, GS, GH, GP,
         )  # fmt: skip
     sink = tl.full([ROWS], -float("inf"), ACC)
     if SINKS:
@@ -196,7 +196,7 @@ def _one(
     asked, keys, values, scales, positions, logits, spot, now, active, start, per, slots, window,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr,
-    NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, PTX: tl.constexpr,
+    NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One query head: every row of the tile keeps a softmax of its own, so that nothing is reduced before the end.
 
@@ -211,11 +211,15 @@ def _one(
     key, value, scale, born = _tile_of(
         keys, values, scales, positions, start, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
     )
+    if AHEAD == 2:
+        next_key, next_value, next_scale, next_born = _tile_of(
+            keys, values, scales, positions, start + 1, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
+        )
     for block in range(start, end):
         more = _tile_of(
-            keys, values, scales, positions, block + 1, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
+            keys, values, scales, positions, block + AHEAD, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
         )
-        logit = tl.sum(numbers(key, ACC, KV, PTX) * scaled, 1)
+        logit = tl.sum(key.to(ACC) * scaled, 1)
         if KV > 0:
             logit *= scale[0].to(ACC)
         logit = _cap(logit, SOFTCAP)
@@ -226,9 +230,13 @@ def _one(
         higher = tl.maximum(top, logit)
         old, weight = tl.exp(top - higher), tl.exp(logit - higher)
         whole = whole * old + weight
-        mixed = _mix(mixed, value, scale, old, weight, ACC, KV, PTX)
+        mixed = _mix(mixed, value, scale, old, weight, ACC, KV)
         top = higher
-        key, value, scale, born = more
+        if AHEAD == 2:
+            key, value, scale, born = next_key, next_value, next_scale, next_born
+            next_key, next_value, next_scale, next_born = more
+        else:
+            key, value, scale, born = more
     highest = tl.max(top, 0)
     old = tl.exp(top - highest)
     total = tl.sum(whole * old, 0)
@@ -247,11 +255,12 @@ def _no_mix(ACC: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, KV: tl.con
 
 
 @triton.jit
-def _mix(mixed, value, scale, old, weight, ACC: tl.constexpr, KV: tl.constexpr, PTX: tl.constexpr):
+def _mix(mixed, value, scale, old, weight, ACC: tl.constexpr, KV: tl.constexpr):
     """A tile's values with their weights [BLOCK]; `old` is what the earlier ones are worth now."""
     if KV == 4:
         low, high, low_least, high_least = mixed
-        low_code, high_code = nibbles(value, ACC, PTX)
+        byte = value.to(tl.int32)
+        low_code, high_code = (byte & 15).to(ACC), (byte >> 4).to(ACC)
         less, more = (weight[:, None] * scale[1].to(ACC))[:, :, None], (weight[:, None] * scale[2].to(ACC))[:, :, None]
         low = low * old[:, None, None] + less * low_code
         high = high * old[:, None, None] + more * high_code
@@ -261,7 +270,7 @@ def _mix(mixed, value, scale, old, weight, ACC: tl.constexpr, KV: tl.constexpr, 
     else:  # noqa: RET505
         if KV == 8:
             weight = weight * scale[1].to(ACC)
-        return mixed * old[:, None] + weight[:, None] * numbers(value, ACC, KV, PTX)
+        return mixed * old[:, None] + weight[:, None] * value.to(ACC)
 
 
 @triton.jit
@@ -334,7 +343,7 @@ def _many(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr, SCORED: tl.constexpr,
     WINDOW: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr,
-    GP: tl.constexpr, PTX: tl.constexpr,
+    GP: tl.constexpr,
 ):  # fmt: skip
     """Several query heads that read the same keys and values, by matrix units."""
     top = tl.full([ROWS], _NO_TOP, ACC)
@@ -345,7 +354,7 @@ def _many(
     for block in tl.range(start, end, num_stages=STAGES):
         column, at, inside = _place(block, spot, slots, BLOCK)
         born = tl.load(positions + at, mask=inside, other=-1)
-        key = numbers(_rows(keys, at, inside, D, DP, EVEN), asked.dtype, KV, PTX).to(asked.dtype)
+        key = _rows(keys, at, inside, D, DP, EVEN).to(asked.dtype)
         value = _value_rows(values, at, inside, V, VP, EVEN, KV, GS, GH, GP)
         scale = _scales_of(scales, at, inside, KV, NS, GH, GP)
         logit = tl.dot(asked, tl.trans(key), input_precision="ieee", out_dtype=ACC) * SCALE
@@ -363,17 +372,15 @@ def _many(
             weight = weight * scale[1].to(ACC)[None, :]
         weight = weight.to(asked.dtype)
         if KV == 4:
-            low, high = nibbles(value, ACC, PTX)
-            low = low * scale[1].to(ACC)[:, :, None] + scale[3].to(ACC)[:, :, None]
-            high = high * scale[2].to(ACC)[:, :, None] + scale[4].to(ACC)[:, :, None]
+            byte = value.to(tl.int32)
+            low = (byte & 15).to(ACC) * scale[1].to(ACC)[:, :, None] + scale[3].to(ACC)[:, :, None]
+            high = (byte >> 4).to(ACC) * scale[2].to(ACC)[:, :, None] + scale[4].to(ACC)[:, :, None]
             low, high = tl.reshape(low, [BLOCK, GP * GS]), tl.reshape(high, [BLOCK, GP * GS])
             mixed += tl.dot(weight, low.to(asked.dtype), input_precision="ieee", out_dtype=ACC)
             upper = upper * old[:, None]
             upper += tl.dot(weight, high.to(asked.dtype), input_precision="ieee", out_dtype=ACC)
         else:
-            mixed += tl.dot(
-                weight, numbers(value, asked.dtype, KV, PTX).to(asked.dtype), input_precision="ieee", out_dtype=ACC
-            )
+            mixed += tl.dot(weight, value.to(asked.dtype), input_precision="ieee", out_dtype=ACC)
         top = higher
     if KV == 4:
         return top, whole, _side_by_side(mixed, upper)
