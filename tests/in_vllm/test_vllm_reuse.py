@@ -36,17 +36,26 @@ def prompts(ids) -> list[list[int]]:
     return [text + tail for text in (one, two) for tail in tails] + [one[:33], one[:32], one[:100]]
 
 
+def ask(llm, prompt: dict, **options) -> list[int]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, **options)
+    (answer,) = llm.generate([prompt], sampling, use_tqdm=False)
+    return list(answer.outputs[0].token_ids)
+
+
 @pytest.mark.parametrize("policy", ["tova:64", "h2o:64,gain=value_norm"])
 def test_answers_equal_reading_afresh(model, prompts, policy):
     """First alone, one after the other, so that each finds what those before it left; then all at once."""
-    with engine(model, policy) as llm:
-        afresh = greedy(llm, prompts)
     with engine(model, policy, **pool(64)) as llm:
-        assert [greedy(llm, [prompt])[0] for prompt in prompts] == afresh
+        alone = [greedy(llm, [prompt])[0] for prompt in prompts]
         # 192 tokens of the first text for the second and third prompt, and so on; 32 of 33, and none of 32
         assert external_hits(llm) == 2 * 192 + 2 * 32 + 32 + 0 + 96
-        assert greedy(llm, prompts) == afresh
-        assert greedy(llm, prompts[::-1]) == afresh[::-1], "states in the pool are not changed by use"
+        whole = [ask(llm, {"prompt_token_ids": prompt}, skip_reading_prefix_cache=True) for prompt in prompts]
+        assert external_hits(llm) == 2 * 192 + 2 * 32 + 32 + 0 + 96, "nothing was reused for these"
+        assert alone == whole
+        assert greedy(llm, prompts) == whole
+        assert greedy(llm, prompts[::-1]) == whole[::-1], "states in the pool are not changed by use"
         assert index(llm).evictions == 0
 
 
@@ -64,14 +73,6 @@ def small(model, hf_model, ids, tmp_path_factory, afresh):
     files = {"file": build_prefix(hf_model, model, folder, "file", ids[1200:1250], "tova:64")}
     with engine(model, "tova:64", **pool(4, files)) as llm:
         yield llm
-
-
-def ask(llm, prompt: dict, **options) -> list[int]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, **options)
-    (answer,) = llm.generate([prompt], sampling, use_tqdm=False)
-    return list(answer.outputs[0].token_ids)
 
 
 def test_a_full_pool_evicts_and_answers_stay_the_same(small, prompts, ids, afresh):
