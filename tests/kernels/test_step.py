@@ -32,6 +32,13 @@ POLICIES = (
     "h2o:6,gain=value_norm",
     "tova-query-head:5,gain=value_norm",
     "key_difference:6",
+    "tova:6,kv=int8",
+    "tova:6,kv=k8v4",
+    "window+2:6,kv=k8v4",
+    "h2o:6,kv=int8",
+    "tova:6,momentum=0.5,gain=value_norm,kv=k8v4",
+    "tova-query-head:5,gain=value_norm,kv=int8",
+    "h2o-layer+1:6,kv=k8v4",
 )
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -84,10 +91,11 @@ def test_equals_the_definition(text: str, kind: str) -> None:
             assert {row.position: pytest.approx(row.score, abs=1e-9) for row in rows}.items() <= scores.items()
     if slots.gains is not None:
         held = slots.positions.repeat_interleave(slots.gains.shape[1] // slots.positions.shape[1], 1) >= 0
-        torch.testing.assert_close(slots.gains[held], gain_of(slots.values, torch.float64)[held])
+        values = slots.decoded(torch.float64)[1]
+        torch.testing.assert_close(slots.gains[held], gain_of(values, torch.float64)[held])
 
 
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6", "tova-query-head:5", "h2o:6,gain=value_norm"])
+@pytest.mark.parametrize("text", ["tova:6", "h2o:6", "tova-query-head:5", "h2o:6,gain=value_norm", "h2o:6,kv=k8v4"])
 def test_continues_after_a_chunk(text: str) -> None:
     policy, attention = parse_policy(text), Attention(0.7)
     query, key, value = tokens(30, 3, batch=2)
@@ -116,8 +124,9 @@ def test_continues_after_padding(text: str) -> None:
     assert torch.equal(one.positions.sort(-1)[0], two.positions.sort(-1)[0])
 
 
-def test_an_idle_row_stays_as_it_is() -> None:
-    policy, attention = parse_policy("h2o:6,gain=value_norm"), Attention(0.7)
+@pytest.mark.parametrize("text", ["h2o:6,gain=value_norm", "tova:6,kv=int8", "tova:6,kv=k8v4"])
+def test_an_idle_row_stays_as_it_is(text: str) -> None:
+    policy, attention = parse_policy(text), Attention(0.7)
     query, key, value = tokens(12, 5, batch=2)
     slots = Slots.empty(policy, key, value, HEADS)
     run_steps(slots, query, key, value, policy, attention)
@@ -143,7 +152,9 @@ def test_slots_are_filled_from_the_lowest_until_none_is_left() -> None:
 
 
 @pytest.mark.parametrize("place", [7, 1 << 40, -2])
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6,gain=value_norm", "tova-query-head:6", "window+2:6"])
+@pytest.mark.parametrize(
+    "text", ["tova:6", "h2o:6,gain=value_norm", "tova-query-head:6", "window+2:6", "tova:6,kv=k8v4"]
+)
 def test_a_next_slot_out_of_range_makes_a_row_idle(text: str, place: int) -> None:
     """As from a damaged state: nothing is written, wherever it points, and the other row goes on."""
     policy, attention = parse_policy(text), Attention(0.7)
@@ -163,7 +174,9 @@ def test_a_next_slot_out_of_range_makes_a_row_idle(text: str, place: int) -> Non
 
 
 @pytest.mark.parametrize("rows", [(1, 6, 0), (-1, 0, 1), (0, 1 << 40, 1), (9, -7, 8)])
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6,gain=value_norm", "tova-query-head:6", "window+2:6"])
+@pytest.mark.parametrize(
+    "text", ["tova:6", "h2o:6,gain=value_norm", "tova-query-head:6", "window+2:6", "tova:6,kv=k8v4"]
+)
 def test_a_row_out_of_range_is_idle(text: str, rows: tuple[int, ...]) -> None:
     """A sequence whose number there is not among the states: the others go on, and no other state changes."""
     policy, attention = parse_policy(text), Attention(0.7)
@@ -189,7 +202,10 @@ def test_a_row_out_of_range_is_idle(text: str, rows: tuple[int, ...]) -> None:
         assert torch.equal(tensor[others], before.tensors()[name][others]), name
 
 
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6", "tova-query-head:5", "window+2:6", "h2o:6,gain=value_norm"])
+@pytest.mark.parametrize(
+    "text",
+    ["tova:6", "h2o:6", "tova-query-head:5", "window+2:6", "h2o:6,gain=value_norm", "h2o:6,kv=int8", "tova:6,kv=k8v4"],
+)
 def test_scattered_states(text: str) -> None:
     """Three of six states, of unequal length, with gaps between their parts: as each alone, no other is touched."""
     policy, attention, rows = parse_policy(text), Attention(0.7), [4, 0, 3]
@@ -224,7 +240,9 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.01)])
-@pytest.mark.parametrize("text", ["h2o:14", "h2o:14,gain=value_norm"])
+@pytest.mark.parametrize(
+    "text", ["h2o:14", "h2o:14,gain=value_norm", "h2o:14,gain=value_norm,kv=int8", "h2o:14,gain=value_norm,kv=k8v4"]
+)
 def test_low_precision(text: str, dtype: torch.dtype, tolerance: float) -> None:
     """Outputs of the first steps, while nothing leaves, are right to the dtype's precision."""
     policy, attention = parse_policy(text), Attention(0.7)
@@ -237,11 +255,11 @@ def test_low_precision(text: str, dtype: torch.dtype, tolerance: float) -> None:
     assert output.dtype == dtype
     torch.testing.assert_close(output[0].double(), expected, rtol=0, atol=tolerance)
     if slots.gains is not None:
-        exact_gains = gain_of(value.double(), torch.float64)
+        exact_gains = gain_of(slots.decoded(dtype, 13)[1].double(), torch.float64)
         torch.testing.assert_close(slots.gains[:, :, :13].double(), exact_gains, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("text", ["h2o:6", "h2o:6,gain=value_norm"])
+@pytest.mark.parametrize("text", ["h2o:6", "h2o:6,gain=value_norm", "h2o:6,kv=int8", "h2o:6,kv=k8v4"])
 def test_memory_that_was_never_written_is_never_read(operations: None, text: str) -> None:
     """Fresh memory may hold anything; only the compiled step promises more than finite numbers."""
     if os.environ["MSRNN_OPS"] == "eager":
@@ -249,9 +267,10 @@ def test_memory_that_was_never_written_is_never_read(operations: None, text: str
     policy, attention = parse_policy(text), Attention(0.7)
     query, key, value = tokens(12, 4)
     clean, dirty = (Slots.empty(policy, key, value, HEADS) for _ in range(2))
-    for name in ("keys", "values", "scores", "gains"):
-        if getattr(dirty, name) is not None:
-            getattr(dirty, name).fill_(torch.nan)
+    for name in ("keys", "values", "scales", "scores", "gains"):
+        tensor = getattr(dirty, name)
+        if tensor is not None:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
     expected, output = (run_steps(slots, query, key, value, policy, attention) for slots in (clean, dirty))
     assert torch.equal(expected, output)
 
@@ -266,3 +285,16 @@ def test_a_query_of_nan_shows_in_the_output() -> None:
     assert output[:, :, 9].isnan().all()
     assert output[:, :, 10:].isfinite().all()
     assert (slots.positions >= 0).sum() == 6
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kv", ["int8", "k8v4"])
+def test_a_value_that_is_no_number_shows_in_the_output(kv: str, number: float) -> None:
+    """Codes of fewer bits have no NaN; their scales do. The other head goes on."""
+    policy, attention = parse_policy(f"tova:6,kv={kv}"), Attention(0.7)
+    query, key, value = tokens(9, 4)
+    value[:, 0, 8, 1] = number
+    slots = Slots.empty(policy, key, value, HEADS)
+    output = run_steps(slots, query, key, value, policy, attention)
+    assert not output[:, : HEADS // KV_HEADS, 8].isfinite().all(-1).any()
+    assert output[:, HEADS // KV_HEADS :, 8].isfinite().all()

@@ -17,7 +17,7 @@ from ...core.slots import NEVER, Slots
 from ...policy import Policy
 from ..torch import step as torch_step
 from . import openmp
-from .step_kernel import KERNELS, STRIDED, WORK, compiled
+from .step_kernel import KINDS, STRIDED, WORK, compiled
 
 
 def step(
@@ -30,15 +30,16 @@ def step(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/step.py`. Float16 is left to it: CPUs here have no instructions for it."""
-    if slots.keys.dtype not in KERNELS:
+    model = key.dtype
+    if model not in KINDS:
         output = torch_step.step(slots, query, key, value, policy, attention)
         return output if out is None else out.copy_(output)
-    dtype = torch.promote_types(slots.keys.dtype, torch.float32)
+    dtype = torch.promote_types(model, torch.float32)
     output = query.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
     result = output if output.dtype == dtype else buffer("step output", tuple(output.shape), dtype, query.device)
     query, key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (query, key, value))
     work, alive = _work(slots, query, key, value, result, policy, attention)
-    openmp.run(compiled(slots.keys.dtype), work.ctypes.data, len(query) * slots.keys.shape[1])
+    openmp.run(compiled(model, slots.kv), work.ctypes.data, len(query) * slots.keys.shape[1])
     del alive  # tensors that the work points to
     return output if output is result else output.copy_(result)
 
@@ -50,7 +51,8 @@ def _work(
     (batch, heads, size), (units, count), dtype = query.shape, slots.positions.shape[1:], output.dtype
     unused = slots.positions  # stands in for tensors that there are none of
     scores, gains = (unused if tensor is None else tensor for tensor in (slots.scores, slots.gains))
-    strided = (query, key, value, output, slots.keys, slots.values, slots.positions, scores, gains, slots.next)
+    stored = (slots.keys, slots.values, unused if slots.scales is None else slots.scales)
+    strided = (query, key, value, output, *stored, slots.positions, scores, gains, slots.next)
     _check(dict(zip(STRIDED, strided, strict=True)))
     seen, sinks = slots.seen.contiguous(), attention.sinks
     plain = (
@@ -65,6 +67,7 @@ def _work(
     work = np.array(
         (
             *(0, batch, heads, slots.keys.shape[1], units, count, size, value.shape[2], len(slots.keys)),
+            *(slots.values.shape[3], 0 if slots.scales is None else slots.scales.shape[3]),
             *(policy.first, policy.last, capacity, attention.window or 0, *flags),
             *(tensor.data_ptr() for tensor in plain),
             *(number for tensor in strided for number in _strides(tensor)),

@@ -16,15 +16,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, types
 from numba.extending import intrinsic, overload
 
+from ...policy import KV
 from .compile import FAST_MATH, cfunc, jit
+from .formats import decode_scales
+from .slot_rows import in_dtype, numbers, room, store
 
 _LOG2E = 1.4426950408889634
 _LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
 
 # What a thread is told: numbers, and of every tensor its address and how many bytes lie between rows and between heads.
-STRIDED = ("query", "key", "value", "output", "keys", "values", "positions", "scores", "gains", "next")
+STRIDED = ("query", "key", "value", "output", "keys", "values", "scales", "positions", "scores", "gains", "next")
 _PLAIN = ("seen", "rows", "sinks", "weights", "finished")
-_SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width", "states")
+_SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width", "states", "codes", "scalars")
 _RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "indexed", "has_sinks")
 WORK = np.dtype(
     [(name, np.int64) for name in ("task", *_SIZES, *_RULES, *_PLAIN)]
@@ -59,26 +62,6 @@ def _count(typing_context, address):
     return types.int64(types.int64), add
 
 
-def _wide(rows):
-    """Rows as numbers to compute with: bfloat16, which NumPy does not know, is the upper half of a float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_wide)
-def _choose_wide(rows):
-    if rows.dtype != types.uint16:
-        return lambda rows: rows
-
-    def widen(rows):
-        bits = np.empty(rows.shape, np.int32)
-        for n in range(rows.shape[0]):
-            for d in range(rows.shape[1]):
-                bits[n, d] = np.int32(rows[n, d]) << np.int32(16)
-        return bits.view(np.float32)
-
-    return widen
-
-
 @_jit
 def _list(address, count, kind):
     return carray(_pointer(address, kind), (count,))
@@ -90,7 +73,7 @@ def _table(address, rows, columns, kind):
 
 
 @_jit
-def _task(w, b, e, number, word):
+def _task(w, b, e, number, word, key_code, value_code):
     """One stored head of one row: the newcomer is written, and all that is held attended to."""
     home = _list(w.rows, w.batch, np.int64)[b] if w.indexed else b
     now = _list(w.seen, w.batch, np.int64)[b]
@@ -107,23 +90,28 @@ def _task(w, b, e, number, word):
     positions = _list(w.positions + home * w.positions_b + u * w.positions_h, w.slots, np.int64)
     used = _reach(positions, spot[0])
     positions = positions[:used]
-    keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, word)
-    values = _table(w.values + home * w.values_b + e * w.values_h, used, w.width, word)
-    keys[spot[0]] = _list(w.key + b * w.key_b + e * w.key_h, w.size, word)
-    values[spot[0]] = _list(w.value + b * w.value_b + e * w.value_h, w.width, word)
+    keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, key_code)
+    values = _table(w.values + home * w.values_b + e * w.values_h, used, w.codes, value_code)
+    words = _table(w.scales + home * w.scales_b + e * w.scales_h, used, w.scalars, np.uint16)
+    new = _table(w.value + b * w.value_b + e * w.value_h, 1, w.width, word)
+    store(keys, words, spot[0], _table(w.key + b * w.key_b + e * w.key_h, 1, w.size, word), number)
+    store(values, words[:, 1:], spot[0], new, number)
+    scales = decode_scales(words, number)
     if w.has_gains:
         gain = _list(w.gains + home * w.gains_b + e * w.gains_h, w.slots, number)
-        gain[spot[0]] = _norm(_wide(values[spot[0] : spot[0] + 1])[0], number(0))
+        row = numbers(values, scales[:, 1:], room(values, number), spot[0], spot[0] + 1)[0]
+        gain[spot[0]] = _norm(in_dtype(row, new), number(0))
     heads = _table(w.weights, w.batch * w.heads, w.slots, number)[b * w.heads : (b + 1) * w.heads, :used]
     weights = heads[e * group : (e + 1) * group]
     queries, mixed = np.empty((group, w.size), number), np.zeros((group, w.width), number)
     for g in range(group):
-        queries[g] = _wide(_table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word))[0]
-    _logits(queries, _wide(keys), weights, number(w.scale), number(w.softcap))
+        query = _table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word)
+        queries[g] = numbers(query, scales, room(query, number), 0, 1)[0]
+    _attend(queries, keys, scales, weights, number(w.scale), number(w.softcap))
     for g in range(group):
         sink = _list(w.sinks, w.heads, number)[e * group + g] if w.has_sinks else number(0)
         _softmax(weights[g], positions, spot[0], now - w.window if w.window else -1, w.has_sinks, sink)
-    _mix(weights, _wide(values), mixed)
+    _collect(weights, values, scales[:, 1:], mixed)
     for g in range(group):
         _list(outputs + g * w.output_h, w.width, number)[:] = mixed[g]
     if _count(w.finished + 8 * (b * w.units + u)) == share - 1:
@@ -148,6 +136,24 @@ def _reach(positions, spot):
     while last > spot and positions[last] < 0:
         last -= 1
     return last + 1
+
+
+@_jit
+def _attend(queries, keys, scales, logits, scale, softcap):
+    """Logits of all that is held."""
+    tile = room(keys, queries.dtype.type)
+    for n in range(0, len(keys), len(tile)):
+        stop = min(n + len(tile), len(keys))
+        _logits(queries, numbers(keys, scales, tile, n, stop), logits[:, n:stop], scale, softcap)
+
+
+@_jit
+def _collect(weights, values, scales, output):
+    """The sum of all values by their weights."""
+    tile = room(values, output.dtype.type)
+    for n in range(0, len(values), len(tile)):
+        stop = min(n + len(tile), len(values))
+        _mix(weights[:, n:stop], numbers(values, scales, tile, n, stop), output)
 
 
 @_jit
@@ -319,31 +325,31 @@ def _victim(scores, positions, first, newest):
 
 
 @_jit
-def _drain(data, number, word):
+def _drain(data, number, word, key_code, value_code):
     """Tasks from the shared counter until there is none left."""
     w = carray(data, 1)[0]
     task = _count(carray(data, 1).ctypes.data)
     while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, number, word)
+        _task(w, task // w.stored, task % w.stored, number, word, key_code, value_code)
         task = _count(carray(data, 1).ctypes.data)
 
 
-def _float32(data):
-    _drain(data, np.float32, np.float32)
-
-
-def _float64(data):
-    _drain(data, np.float64, np.float64)
-
-
-def _bfloat16(data):
-    _drain(data, np.float32, np.uint16)
-
-
-KERNELS = {torch.float32: _float32, torch.float64: _float64, torch.bfloat16: _bfloat16}
+# Of a model's dtype: what to compute in, and what the words of its tensors are.
+KINDS = {
+    torch.float32: (np.float32, np.float32),
+    torch.float64: (np.float64, np.float64),
+    torch.bfloat16: (np.float32, np.uint16),
+}
+_CODES: dict[KV, Any] = {"int8": (np.int8, np.int8), "k8v4": (np.int8, np.uint8)}
 
 
 @cache
-def compiled(dtype: torch.dtype) -> Any:
-    """What every thread runs, for states of a dtype; compiled when it is first wanted, and kept on disk."""
-    return cfunc(types.void(types.CPointer(_Work)), KERNELS[dtype])
+def compiled(dtype: torch.dtype, kv: KV | None) -> Any:
+    """What every thread runs, for a model's dtype and a slot format; compiled when first wanted, and kept on disk."""
+    number, word = KINDS[dtype]
+    key_code, value_code = (word, word) if kv is None else _CODES[kv]
+
+    def kernel(data):
+        _drain(data, number, word, key_code, value_code)
+
+    return cfunc(types.void(types.CPointer(_Work)), kernel)
