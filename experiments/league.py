@@ -20,6 +20,8 @@ from typing import Any
 
 from books import Losses, Sums, interval, load_model, measurements_path, novels, options, records, save, show, split
 
+from msrnn.analysis.league import league_table
+from msrnn.analysis.records import read_results
 from msrnn.eval.experiment import Experiment
 from msrnn.eval.record import write_records
 from msrnn.eval.run import run
@@ -153,7 +155,7 @@ def recall(
         experiment = Experiment(task, (policy,), batch=arguments.prompts, data=str(arguments.data), settings=settings)
         start = time.perf_counter()
         done = run(experiment, model, tokenizer, log, minutes=left, quiet=True)
-        write_records(arguments.out, done)
+        write_records(arguments.out, [replace(record, task=f"league-{task}") for record in done])
         if done:
             values = [record.value for record in done]
             seconds = time.perf_counter() - start
@@ -167,6 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="*", default=["needle", "turns"], help="besides perplexity")
     parser.add_argument("--prompts", type=int, default=200, help="prompts read at once")
     parser.add_argument("--scores", action="store_true", help="only the scores that might become presets")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/league.md from the records")
     parser.add_argument("--limit", type=int, help="so many books of each half: a trial")
     arguments = parser.parse_args()
     arguments.capacity = arguments.capacity or [256]
@@ -175,6 +178,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    if arguments.table:
+        for capacity in arguments.capacity:
+            print(league_table(read_results([arguments.out]), capacity))
+        return
     deadline = time.monotonic() + 60 * arguments.minutes
     model, tokenizer = load_model(arguments)
     choosing, reporting = (books[: arguments.limit] for books in split(arguments.data))

@@ -13,6 +13,7 @@ from ..eval.record import Record
 from .benchmarks import SERVED
 from .curves import perplexity_by_capacity, score_by_capacity
 from .extrapolation import running_perplexity
+from .league import HALVES, league_figure
 from .maps import OLDER, RECENT, agreement_map, layer_maps, retention_map, visible
 from .recall import needle_maps, turns_recall
 from .records import models
@@ -74,6 +75,11 @@ RECORD_FIGURES = {
     ),
     "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
     "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),
+    "league": Figure(
+        league_figure,
+        "perplexity and recall of all online policies, research rules too",
+        lambda one: one.task == HALVES[1] and one.capacity is not None,
+    ),
 }
 TRACE_FIGURES = {
     "map": (retention_map, "what six layers held, step by step, and all of them at the end"),

@@ -1,0 +1,175 @@
+"""The league of online policies: perplexity and recall of every score at one capacity, as rows and as a figure.
+
+Records come from `experiments/league.py`. A rule was measured in several frames (what is protected, who decides
+together); the one with the lowest perplexity on the choosing half stands for it, and the reporting half is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..eval.record import Record
+from ..eval.statistics import Interval, bootstrap
+from ..policy import split_policy
+from .policy_names import family
+from .records import select
+from .style import add_title, hide_spines, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HALVES = ("league-choosing", "league-reporting")
+RECALL: dict[str, tuple[str, dict[str, object]]] = {
+    "passkeys": ("league-needle", {"kind": "passkey"}),
+    "numbers in books": ("league-needle", {"kind": "needle"}),
+    "facts after 2 to 8 turns": ("league-turns", {"turns": (2, 4, 8)}),
+}
+_COLOURS = ("#12427f", "#d98200", "#2f8f6b")
+_BUILT_IN = ("window", "h2o", "tova", "fade", "full")
+
+
+@dataclass(frozen=True)
+class Player:
+    """One score: the gap of its perplexity to full, that over TOVA's gap, and its recall by task."""
+
+    policy: str
+    gap: Interval
+    ratio: Interval
+    recall: dict[str, Interval]
+
+    @property
+    def name(self) -> str:
+        return family(self.policy)
+
+
+def players(records: Sequence[Record], capacity: int) -> list[Player]:
+    """The smallest gap first. Of a rule's frames the one that is best on the choosing half."""
+    choosing, reporting = ({one.policy: one for one in select(records, half, "perplexity")} for half in HALVES)
+    full, tova = reporting["full"], reporting[f"tova:{capacity}"]
+    best: dict[str, Record] = {}
+    for policy, record in choosing.items():
+        if record.capacity == capacity and policy in reporting:
+            score = _score_of(policy)
+            if score not in best or record.value < best[score].value:
+                best[score] = record
+    found = [_player(records, reporting[one.policy], full, tova) for one in best.values()]
+    return sorted(found, key=lambda player: player.gap.value)
+
+
+def _score_of(policy: str) -> str:
+    """What a policy's frames share: the rule, and whether it fades; a built-in policy is its own frame."""
+    kind = split_policy(policy).kind
+    name = kind.split(",")[0].split("+")[0].split("-")[0]
+    return kind if name in _BUILT_IN else f"{name}{' fading' if 'momentum' in kind else ''}"
+
+
+def _player(records: Iterable[Record], ours: Record, full: Record, tova: Record) -> Player:
+    recall = {name: mean_recall(records, ours.policy, *where) for name, where in RECALL.items()}
+    return Player(
+        ours.policy,
+        _paired(lambda f, p: p - f, full, ours),
+        _paired(lambda f, p, t: (p - f) / (t - f), full, ours, tova),
+        {name: interval for name, interval in recall.items() if interval is not None},
+    )
+
+
+def _paired(statistic: Callable[..., NDArray[np.float64]], *records: Record) -> Interval:
+    """A statistic of perplexities on the same books, resampled together."""
+    groups = sorted(records[0].parts)
+    columns = [np.array([one.parts[g][name] for g in groups]) for one in records for name in ("nll", "tokens")]
+
+    def value(sums: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        return statistic(*(np.exp(nll / tokens) for nll, tokens in zip(sums[::2], sums[1::2], strict=True)))
+
+    return bootstrap(columns, value, records[0].seed)
+
+
+def mean_recall(records: Iterable[Record], policy: str, task: str, where: dict[str, object]) -> Interval | None:
+    """Over all cells of a task that are asked for; intervals resample hidden numbers or conversations."""
+    sums: dict[str, tuple[float, float]] = {}
+    for one in records:
+        if (
+            one.task == task
+            and one.policy == policy
+            and all(_matches(one.cell[key], want) for key, want in where.items())
+        ):
+            for group, part in one.parts.items():
+                recalled, count = sums.get(group, (0.0, 0.0))
+                sums[group] = (recalled + part["recall"], count + part["count"])
+    if not sums:
+        return None
+    columns = [np.array(column) for column in zip(*sums.values(), strict=True)]
+    return bootstrap(columns, lambda totals: totals[0] / totals[1], 0)
+
+
+def _matches(value: object, want: object) -> bool:
+    return value in want if isinstance(want, tuple) else value == want
+
+
+def league_figure(records: Sequence[Record], path: str | Path) -> Path:
+    """The gap to full of every score, and its recall, at the capacity that has most policies."""
+    subset = [one for one in records if one.task.startswith("league-")]
+    sizes = [int(one.capacity) for one in subset if one.task == HALVES[1] and one.capacity]
+    capacity = max(sorted(set(sizes)), key=sizes.count)
+    rows = players(subset, capacity)[::-1]
+    figure = new_figure(11, 0.32 * len(rows) + 2)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _gaps(left, rows)
+    _recalls(right, rows)
+    left.set_yticks(range(len(rows)), [row.name for row in rows])
+    for axes in (left, right):
+        hide_spines(axes)
+        axes.grid(axis="y", color="#eeeeee", zorder=0)
+    add_title(figure, subset, f"Online policies with {capacity:,} slots")
+    return save_figure(figure, path)
+
+
+def _gaps(axes: Axes, rows: Sequence[Player]) -> None:
+    for place, row in enumerate(rows):
+        low, high = (row.gap.value if edge is None else edge for edge in row.gap[1:])
+        built_in = row.name.split("+")[0].split("-")[0].split(",")[0] in _BUILT_IN
+        colour = _COLOURS[0] if built_in else _COLOURS[1]
+        axes.plot([max(low, 1e-3), high], [place, place], color=colour, linewidth=1.2)
+        axes.plot(row.gap.value, place, "o", color=colour, markersize=5)
+    axes.set_xscale("log")
+    axes.set_xlabel("perplexity above full attention (PG-19, reporting half; blue: built in, orange: rule)", fontsize=9)
+
+
+def _recalls(axes: Axes, rows: Sequence[Player]) -> None:
+    for number, (name, colour, marker) in enumerate(zip(RECALL, _COLOURS, "os^", strict=True)):
+        points = [
+            (row.recall[name].value, place + 0.18 * (number - 1))
+            for place, row in enumerate(rows)
+            if name in row.recall
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name)
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_xlabel("recall", fontsize=9)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, loc="lower right", frameon=False)
+
+
+def league_table(records: Sequence[Record], capacity: int) -> str:
+    """The rows as Markdown."""
+    lines = [
+        f"| policy | gap to full | relative to tova's gap | {' | '.join(RECALL)} |",
+        "|---|---|---|" + "---|" * len(RECALL),
+    ]
+    for row in players(records, capacity):
+        recall = [_cell(row.recall.get(name)) for name in RECALL]
+        lines.append(f"| `{row.policy}` | {_cell(row.gap)} | {_cell(row.ratio)} | {' | '.join(recall)} |")
+    return "\n".join(lines)
+
+
+def _cell(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    edges = "" if interval.low is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
+    return f"{interval.value:.2f}{edges}"

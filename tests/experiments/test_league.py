@@ -1,0 +1,128 @@
+"""The league, the residual slot and long texts, on a tiny model: scripts end to end, and what their loops mean."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from msrnn.eval.perplexity import token_nll
+from msrnn.eval.record import read_records
+from msrnn.hf.load import bundled
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "pg19").mkdir()
+    for number in range(4):
+        lines = (f"In year {i} of book {number} there were {i * i % (number + 5)} kings.\n" for i in range(150))
+        (tmp_path / "pg19" / f"{number}.txt").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def model(llama: Any, tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    llama(vocab_size=49152, initializer_range=0.1, num_hidden_layers=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
+    return str(folder)
+
+
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    module.main()
+
+
+@pytest.mark.slow
+def test_the_league_resumes_and_makes_a_table(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import league
+
+    monkeypatch.setattr(league, "BUILT_IN", ("tova", "fade"))
+    monkeypatch.setattr(league, "RULES", ("key_norm", "lagged"))
+    monkeypatch.setattr(league, "FADING", ())
+    monkeypatch.setattr(league, "TURNS", league.turns.Settings(turns=(0, 2), tokens_per_turn=20, conversations=2))
+    out = tmp_path / "out" / "league.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
+    options += ["--capacity", "16", "--tasks", "turns"]
+    run(league, monkeypatch, *options)
+    results = read_records(out)
+    policies = {"full", "tova:16", "fade:16", "key_norm:16"}
+    policies |= {"key_norm-head+4:16,last=1/2", "lagged-head+4:16,last=1/2"}
+    for half in ("choosing", "reporting"):
+        assert {one.policy for one in results if one.task == f"league-{half}"} == policies
+    books = [set(one.parts) for one in results if one.policy == "full" and one.metric == "perplexity"]
+    assert books[0] | books[1] == {"0", "1", "2", "3"}
+    assert not books[0] & books[1]
+    assert {one.task for one in results if one.metric == "recall"} == {"league-turns"}
+    measured = (tmp_path / "out" / "league.pg19.measured.jsonl").read_text()
+    run(league, monkeypatch, *options)
+    assert (tmp_path / "out" / "league.pg19.measured.jsonl").read_text() == measured
+    capsys.readouterr()
+    run(league, monkeypatch, *options, "--table")
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split("`")[1].split(":")[0].split("-")[0] for line in lines[2:]} == {
+        "tova",
+        "fade",
+        "key_norm",
+        "lagged",
+    }
+
+
+@torch.no_grad()
+def test_the_loop_without_a_residual_is_fade(llama: Any) -> None:
+    import residual
+
+    model = llama().double()
+    ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    plain = residual.loop_nll(model, ids, residual.Loop(8))
+    torch.testing.assert_close(plain.float(), token_nll(model, ids, "fade:8"), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(plain, residual.loop_nll(model, ids, residual.Loop(8, decay=0.9)))
+
+
+def test_the_residual_is_a_decaying_mean_of_what_left() -> None:
+    """Three slots, of which one is the residual; with equal weights the older of two free tokens has more attention."""
+    import residual
+
+    rows = torch.arange(1.0, 6.0).view(1, 1, 5, 1)
+    state = residual._State(residual.Loop(3, decay=0.5), rows, rows)
+    outputs = [
+        state.step(torch.zeros(1, 1, 1, 1), rows[:, :, t], rows[:, :, t], t, 1.0).item() for t in range(rows.shape[2])
+    ]
+    assert outputs[:3] == pytest.approx([1, 1.5, 2])
+    assert outputs[3] == pytest.approx((1 + 2 + 3 + 4) / 4)  # 2 left, and is the whole residual
+    mean = (0.5 * 2 + 3) / 1.5
+    assert outputs[4] == pytest.approx((1 + mean + 4 + 5) / 4)
+
+
+@pytest.mark.slow
+def test_far_texts(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import far
+
+    monkeypatch.setattr(far, "BIN", 100)
+    monkeypatch.setattr(far, "OLD", 256)
+    monkeypatch.setattr(far, "EDGES", (0, 400))
+    out = tmp_path / "far.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "1100", "--piece", "64", "--out", str(out)]
+    run(far, monkeypatch, *options, "--policy", "window+4:32", "--policy", "fade:32")
+    output = capsys.readouterr().out
+    assert "fade:32" in output
+    assert "minus window+4:32" in output
+    old = {one.policy: one.settings["old"] for one in read_records(out)}
+    assert set(old["window+4:32"].values()) == {0.0}, "a window holds nothing old but the first four"
+    assert max(old["fade:32"].values()) > 0
