@@ -1,0 +1,70 @@
+"""The sections of docs/results.md about TinyLlama and RULER say what the records say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs import pages
+from tests.docs.records import Record, find, index, numbers, policy, same
+
+FILE = "tinyllama"
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    return pages.tables("docs/results.md", heading)
+
+
+def perplexity(label: str, size: int) -> Record:
+    return find(FILE, "perplexity", policy(label, size))
+
+
+def sizes(header: list[str]) -> list[int]:
+    return [int(cell.replace(",", "")) for cell in header[1:]]
+
+
+def test_perplexities() -> None:
+    header, *rows = tables("A larger model")[0]
+    assert [label for label, *_ in rows] == ["`window+4`", "`h2o`", "`tova`", "`fade`"]
+    for label, *cells in rows:
+        for size, cell in zip(sizes(header), cells, strict=True):
+            same(cell, perplexity(label, size))
+
+
+def test_differences_to_tova() -> None:
+    header, *rows = tables("A larger model")[1]
+    for label, *cells in rows:
+        for size, cell in zip(sizes(header), cells, strict=True):
+            value, low, high = map(float, numbers(cell))
+            assert low - 0.005 <= value <= high + 0.005
+            assert value == pytest.approx(
+                perplexity(label, size)["value"] - perplexity("tova", size)["value"], abs=0.00501
+            )
+
+
+def test_passkeys() -> None:
+    _, *rows = tables("A larger model")[2]
+    assert len(rows) == 12
+    for label, size, *cells in rows:
+        for length, cell in zip((1024, 2000), cells, strict=True):
+            name = policy(label, int(size.replace(",", "")))
+            depths = [
+                find(FILE, "recall", name, kind="passkey", length=length, depth=depth)["value"]
+                for depth in (0.0, 0.25, 0.5, 0.75, 1.0)
+            ]
+            assert float(cell) == pytest.approx(sum(depths) / 5, abs=0.00501)
+
+
+def test_turns() -> None:
+    header, *rows = tables("A larger model")[3]
+    for label, *cells in rows:
+        for size, cell in zip(sizes(header), cells, strict=True):
+            same(cell, find(FILE, "recall", policy(label, size), turns=2))
+
+
+def test_ruler() -> None:
+    ((header, *rows),) = tables("RULER")
+    assert len(rows) == 13
+    assert len({key for key in index(FILE, "match") if key[0] == "full"}) == 13
+    for label, *cells in rows:
+        for name, cell in zip(header[1:], cells, strict=True):
+            same(cell, find(FILE, "match", policy(name), kind=label.strip("`"), length=1024))
