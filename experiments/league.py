@@ -18,15 +18,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from books import Losses, Sums, interval, load_model, measurements_path, novels, options, records, save, show, split
 
 from msrnn.analysis.league import league_table
 from msrnn.analysis.records import read_results
+from msrnn.core.attention import Attention
+from msrnn.core.rules import memory_size
+from msrnn.core.slots import Columns, unit_count
 from msrnn.eval.experiment import Experiment
 from msrnn.eval.record import write_records
 from msrnn.eval.run import run
 from msrnn.eval.tasks import needle, turns
-from msrnn.policy import split_policy
+from msrnn.kernels.torch.rule_graph import scan as graph_scan
+from msrnn.kernels.torch.scan import scan as eager_scan
+from msrnn.policy import parse_policy, split_policy
 
 BUILT_IN = ("window+4", "h2o", "h2o-layer", "tova", "tova-head", "fade", "tova,gain=value_norm", "fade,gain=value_norm")
 RULES = (
@@ -162,6 +168,28 @@ def recall(
             print(f"{task:8} {policy:50} {sum(values) / len(values):6.3f} {seconds:7.1f} s", flush=True)
 
 
+def check_graphs() -> None:
+    """On a GPU a rule's scan is a CUDA graph: it must decide as the same scan does kernel by kernel."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, slots, batch, heads, kv_heads, size = 32, 48, 4, 6, 2, 16
+    steps = torch.arange(slots, slots + rows, device="cuda").expand(batch, -1)
+    for kind in (kind for rule in RULES for kind in frames(rule)):
+        policy = parse_policy(sized(kind, slots))
+        units = unit_count(policy, heads, kv_heads)
+        for _ in range(2):  # captured, then replayed with other numbers
+            keys = torch.randn(2, batch, kv_heads, slots + rows, size, device="cuda", generator=generator)
+            positions = torch.arange(slots + rows, device="cuda").expand(batch, units, -1).contiguous()
+            scores = torch.zeros(batch, units, slots + rows, device="cuda")
+            memory = scores.new_zeros(*scores.shape, memory_size(policy)) if memory_size(policy) else None
+            columns = Columns(keys[0], keys[1], positions, scores, memory=memory)
+            logits = torch.randn(batch, heads, rows, slots + rows, device="cuda", generator=generator)
+            ours, theirs = (scan(logits, columns, steps, policy, Attention(1.0)) for scan in (graph_scan, eager_scan))
+            if not torch.equal(ours.expiry, theirs.expiry):
+                raise SystemExit(
+                    f"{policy}: the CUDA graph evicts other tokens; run with MSRNN_OPS=eager and report it"
+                )
+
+
 def parse() -> argparse.Namespace:
     parser = options(__doc__ or "", "results/league.jsonl")
     parser.add_argument("--capacity", type=int, action="append", help="default: 256; recall is measured at the first")
@@ -183,6 +211,8 @@ def main() -> None:
             print(league_table(read_results([arguments.out]), capacity))
         return
     deadline = time.monotonic() + 60 * arguments.minutes
+    if arguments.device == "cuda":
+        check_graphs()
     model, tokenizer = load_model(arguments)
     choosing, reporting = (books[: arguments.limit] for books in split(arguments.data))
     texts = novels(tokenizer, [*choosing, *reporting], arguments.length, arguments.chunks)
