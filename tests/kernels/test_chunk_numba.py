@@ -24,6 +24,8 @@ POLICIES = (
     *("tova:6", "tova+2:6,last=2", "tova:6,momentum=0.5", "h2o:6", "h2o-layer+1:6", "tova-query-head:4"),
     *("window:5", "window+2:6", "tova:1", "tova:6,gain=value_norm", "h2o:6,gain=value_norm"),
     *("tova-head:5,gain=value_norm", "tova-query-head:5,gain=value_norm", "tova:6,momentum=0.5,gain=value_norm"),
+    *("tova:6,kv=int8", "tova:6,kv=k8v4", "window+2:6,kv=int8", "h2o:6,gain=value_norm,kv=k8v4"),
+    *("tova-query-head:5,kv=k8v4", "tova:6,momentum=0.5,gain=value_norm,kv=int8"),
 )
 
 
@@ -82,7 +84,7 @@ def assert_same(one: Slots, two: Slots) -> None:
     empty = one.positions < 0
     for name, tensor in one.tensors().items():
         other = two.tensors()[name]
-        if name in ("keys", "values", "scores", "gains"):
+        if name in ("keys", "values", "scales", "scores", "gains"):
             hidden = empty.repeat_interleave(tensor.shape[1] // empty.shape[1], 1)
             hidden = hidden.view(*hidden.shape, *[1] * (tensor.dim() - 3))
             tensor, other = tensor.masked_fill(hidden, 0), other.masked_fill(hidden, 0)
@@ -113,12 +115,12 @@ def test_equals_torch(
         compare(policy, attention, parts, size, real, monkeypatch)
 
 
-@pytest.mark.parametrize("text", ["tova:40", "h2o:40,gain=value_norm", "window+2:40"])
+@pytest.mark.parametrize("text", ["tova:40", "h2o:40,gain=value_norm", "window+2:40", "tova:40,kv=k8v4"])
 def test_whole_chunks_of_64_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(parse_policy(text), Attention(0.7), [tokens(1, 2, 300)], numba_chunk.ROWS, [None], monkeypatch)
 
 
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6,gain=value_norm", "window+2:6"])
+@pytest.mark.parametrize("text", ["tova:6", "h2o:6,gain=value_norm", "window+2:6", "tova:6,kv=int8"])
 def test_exponentials_out_of_range_leave_everything_as_it_was(text: str) -> None:
     """Then the caller takes the plain chunks; what was held and scored must still be there."""
     policy, attention = parse_policy(text), Attention(0.7)
@@ -143,6 +145,7 @@ def test_the_dispatch_takes_them_where_it_can() -> None:
     query, key, value = tokens(0, 1, 9, torch.float32)
     for text, dtype, fast in (
         ("tova:4", torch.float32, True),
+        ("tova:4,kv=k8v4", torch.float32, True),
         ("tova:4", torch.bfloat16, False),
         ("full", torch.float32, False),
         ("key_difference:4", torch.float32, False),

@@ -55,6 +55,18 @@ def test_in_any_order_of_memory(kv: KV) -> None:
     assert_equal(numba_encode.encode(key, value, kv), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv", FORMATS)
+def test_into_a_part_of_larger_tensors(kv: KV, dtype: torch.dtype) -> None:
+    """As a chunk joins a workspace: what lies around it stays."""
+    key, value = rows(20, torch.float32, 0).to(dtype), rows(20, torch.float32, 1).to(dtype)
+    expected = torch_encode.encode(key, value, kv)
+    whole = [torch.full((2, 3, 50, tensor.shape[3]), 7, dtype=tensor.dtype) for tensor in expected]
+    assert_equal(kernels.encode(key, value, kv, [tensor[:, :, 6:46] for tensor in whole]), expected)
+    assert all((tensor[:, :, :6] == 7).all() and (tensor[:, :, 46:] == 7).all() for tensor in whole)
+    assert_equal(tuple(tensor[:, :, 6:46] for tensor in whole), expected)
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 def test_threads_share_the_heads(kv: KV) -> None:
     """Enough numbers for more than one thread."""

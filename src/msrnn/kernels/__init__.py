@@ -127,10 +127,10 @@ def encode(key: Tensor, value: Tensor, kv: KV, out: Sequence[Tensor] | None = No
         from .triton import encode as triton_encode
 
         return triton_encode.encode(key, value, kv, out)
-    if key.device.type == "cpu" and compiled("cpu") and out is None:
+    if key.device.type == "cpu" and compiled("cpu"):
         from .numba import encode as numba_encode
 
-        return numba_encode.encode(key, value, kv)
+        return numba_encode.encode(key, value, kv, out)
     return torch_encode.encode(key, value, kv, out)
 
 

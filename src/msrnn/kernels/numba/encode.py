@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,10 +18,15 @@ from .threads import parallel_for
 _jit = jit(set())
 
 
-def encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode(key: Tensor, value: Tensor, kv: KV, out: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
     """See `kernels/torch/encode.py`. Rows of 16 bits are left to it."""
     if key.dtype not in (torch.float32, torch.float64) or value.dtype != key.dtype:
-        return torch_encode.encode(key, value, kv)
+        return torch_encode.encode(key, value, kv, out)
+    results = _encode(key, value, kv)
+    return results if out is None else tuple(ours.copy_(new) for ours, new in zip(out, results, strict=True))
+
+
+def _encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, ...]:
     shape, (key_size, value_size) = key.shape[:3], code_sizes(kv, key.shape[3], value.shape[3])
     key_codes = key.new_empty(*shape, key_size, dtype=torch.int8)
     value_codes = key.new_empty(*shape, value_size, dtype=torch.int8 if kv == "int8" else torch.uint8)
