@@ -35,7 +35,8 @@ _ENOUGH = 8  # heads per SM that are many
 _MOST_SPLITS = 64  # of one head, which one program combines
 _MOST_HEADS_ASIDE = 2048  # up to here a decision stream costs the model's matmuls less than it saves
 _STAGES = 2  # tiles in flight, of grouped heads
-_AHEAD = 2  # tiles of codes loaded ahead, of a head that is alone: they are half as large
+_GROUPED_CODES, _CODE_STAGES = (16384, 4, 4), 3  # of 8 bits and less
+_MANY_NIBBLES = (2048, 2, 1)  # values of 4 bits: two tiles from the same bytes
 _MOST_SLOTS = 2**15 + 1  # that one program can choose among
 
 
@@ -220,16 +221,27 @@ def _cut(
     deep, wide = (max(16, triton.next_power_of_2(n)) for n in (size, width))
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     many = batch * stored >= _ENOUGH * sms
-    tile, warps, programs = _GROUPED if group > 1 else _MANY if many else _FEW
+    tile, warps, programs = _tile_size(group, many, kv)
     block = max(8 if group == 1 else 16, min(128, tile // max(deep, wide)))
     warps *= max(1, block * max(deep, wide) // tile) if group == 1 else 1  # no more for each than it has registers for
     blocks = triton.cdiv(slots - 1, block)
     per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
-    sizes |= {"STAGES": _STAGES, "EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
-    sizes |= layout(kv, width) | {"AHEAD": 1 if kv is None else _AHEAD}
+    sizes |= {
+        "STAGES": _STAGES if kv is None else _CODE_STAGES,
+        "EVEN": (slots - 1) % block == 0 and deep == size and wide == width,
+    }
+    sizes |= layout(kv, width)
     return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
+
+
+def _tile_size(group: int, many: bool, kv: KV | None) -> tuple[int, int, int]:
+    if group > 1:
+        return _GROUPED if kv is None else _GROUPED_CODES
+    if many:
+        return _MANY_NIBBLES if kv == "k8v4" else _MANY
+    return _FEW
 
 
 @cache

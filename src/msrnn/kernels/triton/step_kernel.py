@@ -32,7 +32,7 @@ def attend(
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, AHEAD: tl.constexpr,
+    KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
     stored = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,7 @@ def attend(
         top, whole, mixed = _one(
             asked, keys, values, scales, positions, logits + h * pitch, spot, now, active, share * per, per, slots,
             window,
-            SCALE, SOFTCAP, ACC, SCORED, WINDOW, D, V, DP, VP, BLOCK, KV, NS, GS, GH, GP, AHEAD,
+            SCALE, SOFTCAP, ACC, SCORED, WINDOW, D, V, DP, VP, BLOCK, KV, NS, GS, GH, GP,
         )  # fmt: skip
     else:
         top, whole, mixed = _many(
@@ -196,7 +196,7 @@ def _one(
     asked, keys, values, scales, positions, logits, spot, now, active, start, per, slots, window,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr,
-    NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, AHEAD: tl.constexpr,
+    NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """One query head: every row of the tile keeps a softmax of its own, so that nothing is reduced before the end.
 
@@ -211,13 +211,9 @@ def _one(
     key, value, scale, born = _tile_of(
         keys, values, scales, positions, start, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
     )
-    if AHEAD == 2:
-        next_key, next_value, next_scale, next_born = _tile_of(
-            keys, values, scales, positions, start + 1, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
-        )
     for block in range(start, end):
         more = _tile_of(
-            keys, values, scales, positions, block + AHEAD, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
+            keys, values, scales, positions, block + 1, end, spot, slots, D, DP, V, VP, BLOCK, KV, NS, GS, GH, GP
         )
         logit = tl.sum(key.to(ACC) * scaled, 1)
         if KV > 0:
@@ -232,11 +228,7 @@ def _one(
         whole = whole * old + weight
         mixed = _mix(mixed, value, scale, old, weight, ACC, KV)
         top = higher
-        if AHEAD == 2:
-            key, value, scale, born = next_key, next_value, next_scale, next_born
-            next_key, next_value, next_scale, next_born = more
-        else:
-            key, value, scale, born = more
+        key, value, scale, born = more
     highest = tl.max(top, 0)
     old = tl.exp(top - highest)
     total = tl.sum(whole * old, 0)
