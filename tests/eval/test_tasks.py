@@ -240,16 +240,25 @@ def test_a_pair_is_shown_twice_with_sides_swapped(server):
     assert first.index("mine") < first.index("yours")
     assert second.index("yours") < second.index("mine")
     answers = [judge.verdict(answer) for _, answer in server.exchanges]
-    assert verdict == {("A", "B"): "wins", ("B", "A"): "losses"}.get(tuple(answers), "ties")
+    assert verdict.verdict == {("A", "B"): "wins", ("B", "A"): "losses"}.get(tuple(answers), "ties")
 
 
-@pytest.mark.parametrize("answers, verdict", [("AB", "wins"), ("BA", "losses"), ("AA", "ties"), ("BB", "ties")])
-def test_a_win_needs_both_sides(monkeypatch, answers, verdict):
+@pytest.mark.parametrize(
+    "answers, verdict, agrees",
+    [
+        (("A", "B"), "wins", True),
+        (("B", "A"), "losses", True),
+        (("A", "A"), "ties", False),
+        (("B", "tie"), "ties", False),
+        (("tie", "tie"), "ties", True),
+    ],
+)
+def test_a_win_needs_both_sides(monkeypatch, answers, verdict, agrees):
     pytest.importorskip("openai", reason="the extra 'judge' is not installed")
     replies = iter(answers)
     one = judge.Judge("http://127.0.0.1:9/v1", "none")
     monkeypatch.setattr(one, "prefers", lambda *_: next(replies))
-    assert one.compare("", "", "") == verdict
+    assert one.compare("", "", "") == (verdict, agrees)
 
 
 def test_a_judge_that_is_not_there_is_named():
@@ -266,6 +275,7 @@ def test_stories_are_measured_and_judged(server, folder, tmp_path):
     by = {(r.policy, r.metric): r for r in records}
     wins, ties, losses = (by["tova:16", name].value for name in judge.VERDICTS)
     assert wins + ties + losses == pytest.approx(1)
+    assert 0 <= by["tova:16", "agreement"].value <= 1
     assert ("full", "wins") not in by
     assert len(server.exchanges) == 2 * by["tova:16", "wins"].parts.__len__()
     assert by["full", "full perplexity"].value > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 VERDICTS = ("wins", "ties", "losses")
 QUESTION = """\
@@ -20,6 +20,13 @@ Story B:
 Which story is better: more coherent, more interesting, closer to the request? Answer with one word: A, B or tie."""
 
 
+class Judgement(NamedTuple):
+    """`agrees`: the judge says the same whichever story comes first."""
+
+    verdict: str
+    agrees: bool
+
+
 class Judge:
     """The key is taken from $OPENAI_API_KEY; local servers need none."""
 
@@ -31,13 +38,11 @@ class Judge:
         self.model = model
         self.client: Any = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
 
-    def compare(self, request: str, story: str, rival: str) -> str:
+    def compare(self, request: str, story: str, rival: str) -> Judgement:
         """A win or a loss only if the judge says so on both sides."""
-        first = self.prefers(request, story, rival)
-        second = self.prefers(request, rival, story)
-        if (first, second) == ("A", "B"):
-            return "wins"
-        return "losses" if (first, second) == ("B", "A") else "ties"
+        sides = self.prefers(request, story, rival), self.prefers(request, rival, story)
+        verdicts = {("A", "B"): "wins", ("B", "A"): "losses"}
+        return Judgement(verdicts.get(sides, "ties"), sides in verdicts or sides == ("tie", "tie"))
 
     def prefers(self, request: str, a: str, b: str) -> str:
         """`A`, `B` or `tie`; an answer that is none of them is a tie."""

@@ -1,9 +1,10 @@
 """Story generation: the paper's prompt, stories sampled by seed, each compared with the full model's of the same seed.
 
 The judge is any OpenAI-compatible endpoint (`judge_url`, `judge_model`); each pair is shown twice with the sides
-swapped, and a win counts only if it was preferred both times. A story that ends before `new_tokens` is left out of the
-judgement, as is its pair. Without a judge: the plain model's perplexity of the story (given the prompt), the share of
-repeated 4-grams of words, its length in tokens, and how many ended by themselves.
+swapped, and a win counts only if it was preferred both times; `agreement` is how often the judge says the same in both
+orders. A story that ends before `new_tokens` is left out of the judgement, as is its pair. Without a judge: the plain
+model's perplexity of the story (given the prompt), the share of repeated 4-grams of words, its length in tokens, and how
+many ended by themselves.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ def task(settings: Settings, resources: Resources) -> Task:
         columns = measure(resources, ids, output)
         full = resources.earlier_output("full", sample.id)
         if judge and full and not full.ended and not output.ended:
-            verdict = judge.compare(PROMPT, output.text, full.text)
-            columns |= {name: float(name == verdict) for name in VERDICTS} | {"judged": 1.0}
+            judgement = judge.compare(PROMPT, output.text, full.text)
+            columns |= {name: float(name == judgement.verdict) for name in VERDICTS}
+            columns |= {"agreement": float(judgement.agrees), "judged": 1.0}
         return [Row(columns)]
 
-    shares = tuple(Metric(name, metrics.mean(name, name, "judged").value, ("judged",)) for name in VERDICTS)
+    judged = (*VERDICTS, "agreement")
+    shares = tuple(Metric(name, metrics.mean(name, name, "judged").value, ("judged",)) for name in judged)
     measures = (metrics.mean("repetition"), metrics.mean("tokens"), metrics.mean("ended"))
     return Task(
         "story",
