@@ -3,8 +3,8 @@
 The judge is any OpenAI-compatible endpoint (`judge_url`, `judge_model`); each pair is shown twice with the sides
 swapped, and a win counts only if it was preferred both times; `agreement` is how often the judge says the same in both
 orders. A story that ends before `new_tokens` is left out of the judgement, as is its pair. Without a judge: the plain
-model's perplexity of the story (given the prompt), the share of repeated 4-grams of words, its length in tokens, and how
-many ended by themselves.
+model's perplexity of the story (given the prompt), the share of repeated 4-grams of words, its length in tokens, and
+how many ended by themselves.
 """
 
 from __future__ import annotations
