@@ -70,6 +70,23 @@ def test_a_model_of_extreme_numbers(kind: str, operations: str, monkeypatch: pyt
     torch.testing.assert_close(torch.cat(parts, 1), plain, equal_nan=True, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_the_engine_with_extreme_numbers(kind: str) -> None:
+    """Its static rows: every request ends, with the tokens of the cache, and no layer holds more than the capacity."""
+    model, texts = MODELS[kind](), [IDS[0, :30].tolist(), IDS[0, 20:27].tolist(), IDS[0].tolist()]
+    for policy in ("tova:6", "h2o:6", "window+2:6", "tova:1"):
+        engine = msrnn.Engine(model, policy, batch=2, length=80)
+        written = engine.generate(texts, max_new_tokens=9)
+        for text, new in zip(texts, written, strict=True):
+            cache = msrnn.cache(model, policy)
+            ids = torch.tensor([text])
+            whole = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+            assert new == whole[0, len(text) :].tolist(), policy
+            assert cache.held == cache.plan[0].capacity
+        assert engine.cache.held == cache.plan[0].capacity, policy
+
+
 @pytest.mark.parametrize("factor", [50, 0])
 @pytest.mark.parametrize("operations", ["compiled", "eager"])
 @torch.no_grad()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import msrnn
+from msrnn.budgets.profile import dump
 from msrnn.cli import main
 from msrnn.eval.record import append_lines, read_lines, read_records, write_records
 from msrnn.system.files import atomic_write, write_text
@@ -129,6 +130,28 @@ def test_a_full_disk_loses_no_state(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     new.save(path)
     assert torch.equal(rnn.load(path).layers[0].keys, new.layers[0].keys)
+
+
+def test_a_full_disk_loses_no_trace_and_no_profile(small_disk: Path) -> None:
+    rnn = msrnn.RNN(tiny_llama(), "tova:64")
+    _, state = rnn.read(list(range(3, 63)) * 20, rnn.start(trace=True))
+    writes = {
+        "trace": state.trace.save,
+        "profile.json": lambda path: write_text(path, dump({"capacities": list(range(1, 5001))})),
+    }
+    for name, write in writes.items():
+        path = small_disk / name
+        write(path)
+        before = path.read_bytes()
+        for leave in (0, 4096, 8192):
+            assert leave < len(before)
+            fill(small_disk, leave)
+            with pytest.raises(OSError, match="No space left"):
+                write(path)
+            assert path.read_bytes() == before
+            (small_disk / "filler").unlink()
+        write(path)
+    assert sorted(os.listdir(small_disk)) == sorted(writes)
 
 
 def test_a_full_disk_loses_no_record(small_disk: Path) -> None:

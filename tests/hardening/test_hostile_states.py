@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers as hf
@@ -99,6 +100,12 @@ def one_less(tensors: Tensors) -> None:
     tensors["0.next"][0, 0] = int((held < 0).to(torch.uint8).argmax())
 
 
+def one_more(tensors: Tensors) -> None:
+    held = tensors["0.positions"][0, 0]
+    gone = next(p for p in range(40) if p not in held.tolist())
+    held[held < 0] = gone
+
+
 def longer(tensors: Tensors) -> None:
     for name in ("0.keys", "0.values", "0.positions", "0.scores"):
         tensors[name] = torch.cat([tensors[name]] * 2, 2)
@@ -112,6 +119,7 @@ HOSTILE = {
     "one position twice": (duplicate, "twice"),
     "a protected token missing": (drop_protected, "protects"),
     "fewer tokens than fit": (one_less, "room for more"),
+    "11 tokens of 10": (one_more, "holds 11 tokens, more than the capacity of 10"),
     "a full slot comes next": (lambda t: t["0.next"].copy_((t["0.positions"] >= 0).long().argmax(-1)), "next slot"),
     "a slot before all": (set_to("0.next", -7), "next slot"),
     "a slot far behind all": (set_to("0.next", 10**9), "next slot"),
@@ -205,6 +213,29 @@ def test_first_tokens_are_protected(model: hf.LlamaForCausalLM, tmp_path: Path) 
     altered(path, change)
     with pytest.raises(msrnn.StateError, match="protects, the first 4"):
         rnn.load(path)
+
+
+@pytest.mark.parametrize("how", ["shape", "shape and offsets", "many small ones", "header"])
+def test_declared_sizes_are_compared_with_the_file(model: hf.LlamaForCausalLM, tmp_path: Path, how: str) -> None:
+    """Before anything is allocated: a file of 30 KB that declares terabytes takes no memory."""
+    rnn, path = saved(model, "h2o:10", tmp_path / "state")
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
+    if how.startswith("shape"):
+        header["0.keys"]["shape"][2] = 2**36
+    if how == "shape and offsets":
+        header["0.keys"]["data_offsets"][1] = header["0.keys"]["data_offsets"][0] + 2**36 * 2 * 8 * 4
+    if how == "many small ones":  # all of them on the same bytes
+        header |= {f"{n}.keys": header["0.keys"] for n in range(100, 3000)}
+    text = json.dumps(header).encode()
+    declared = 2**40 if how == "header" else len(text)
+    path.write_bytes(declared.to_bytes(8, "little") + text + rest)
+    before = psutil.Process().memory_info().rss
+    for load in (rnn.load, read_state_file):
+        with pytest.raises(msrnn.StateError, match="cut short or is not a state file"):
+            load(path)
+    assert psutil.Process().memory_info().rss - before < 32 << 20
 
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}

@@ -30,7 +30,8 @@ def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, at:
     until = kept.cumsum(-1)
     wanted = at[:, None] * until[:, -1:]
     place = torch.searchsorted(until, wanted, right=True)
-    place = torch.minimum(place, (kept > 0).sum(-1, keepdim=True) - 1)  # rounding may point past the end
+    last = (kept > 0).sum(-1, keepdim=True) - 1
+    place = torch.minimum(place, last).clamp(min=0)  # rounding may point past the end; of NaN logits nothing is kept
     return order.gather(-1, place)[:, 0]
 
 
