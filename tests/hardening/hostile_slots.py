@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -105,6 +105,22 @@ def in_chunks(slots: Slots, kernel: object, policy: Policy) -> None:
         read(slots, *tokens(37, number + 1), policy, Attention(0.3), chunk=16)
 
 
+def in_triton_chunks(slots: Slots, kernel: object, policy: Policy) -> None:
+    """The chunks of a GPU, in the interpreter: Triton's scan and compact around PyTorch's matmuls."""
+    from msrnn import kernels
+    from msrnn.kernels.triton import compact, scan
+
+    def triton_scan(*given: object) -> object:
+        return scan.scan(*given[:5])  # type: ignore[arg-type]
+
+    before = kernels.scan, kernels.compact
+    kernels.scan, kernels.compact = triton_scan, compact.compact
+    try:
+        read(slots, *tokens(4, 1), policy, Attention(0.3), chunk=4)
+    finally:
+        kernels.scan, kernels.compact = before
+
+
 def one(policy: Policy, change: Callable[[Slots], None], run: Callable[..., None], kernel: object) -> str:
     slots, undisturbed = filled(policy), filled(policy)
     change(slots)
@@ -127,18 +143,33 @@ def one(policy: Policy, change: Callable[[Slots], None], run: Callable[..., None
     return "ran"
 
 
-def main(interpreted: bool) -> None:
-    paths = [(stepped, name, kernel) for name, kernel in kernels(interpreted).items()]
-    if not interpreted:
-        paths.append((in_chunks, "chunks", None))
+# of the chunks in the interpreter, which take seconds each
+SOME = ("shifted by 1,000,000", "shifted past 32 bits", "the position that comes next", "every slot full")
+SOME += ("a next slot far out", "the largest count", "NaN scores")
+
+
+def cases(operations: str) -> Iterator[tuple[Callable[..., None], str, object, str, str]]:
+    """Which run, its name, kernel, policy and change."""
+    if operations == "interpreted chunks":
+        yield from ((in_triton_chunks, "triton chunks", None, "h2o:10", what) for what in SOME)
+        return
+    interpreted = operations == "interpreted"
     policies = POLICIES[::3] if interpreted else POLICIES  # the interpreter takes a second for each
-    for (run, name, kernel), text, (what, change) in itertools.product(paths, policies, CHANGES.items()):
+    for (name, kernel), text, what in itertools.product(kernels(interpreted).items(), policies, CHANGES):
+        yield stepped, name, kernel, text, what
+    if not interpreted:
+        for text, what in itertools.product(policies, CHANGES):
+            yield in_chunks, "chunks", None, text, what
+
+
+def main(operations: str) -> None:
+    for run, name, kernel, text, what in cases(operations):
         try:
-            result = one(parse_policy(text), change, run, kernel)
+            result = one(parse_policy(text), CHANGES[what], run, kernel)
         except AssertionError as error:
             raise AssertionError(f"{name}, {text}, {what}: {error}") from None
         print(f"{name}, {text}, {what}: {result}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "interpreted")
+    main(sys.argv[1])

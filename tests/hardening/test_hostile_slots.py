@@ -12,13 +12,17 @@ import pytest
 SCRIPT = Path(__file__).with_name("hostile_slots.py")
 
 
+COUNTS = {"compiled": 450, "eager": 450, "interpreted": 50, "interpreted chunks": 7}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("operations", ["compiled", "eager", "interpreted"])
+@pytest.mark.parametrize("operations", COUNTS)
 def test_no_kernel_trusts_a_position(operations: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment |= {"TRITON_INTERPRET": "1"} if operations == "interpreted" else {"MSRNN_OPS": operations}
+    interpreted = operations.startswith("interpreted")
+    environment |= {"TRITON_INTERPRET": "1", "MSRNN_OPS": "eager"} if interpreted else {"MSRNN_OPS": operations}
     command = [sys.executable, str(SCRIPT), operations]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, (done.returncode, done.stdout[-300:], done.stderr[-1500:])
-    assert len(done.stdout.splitlines()) == (50 if operations == "interpreted" else 450)
-    assert done.stdout.count(": ran") > 40
+    assert len(done.stdout.splitlines()) == COUNTS[operations]
+    assert done.stdout.count(": ran") > min(40, COUNTS[operations] - 1)

@@ -134,7 +134,7 @@ HOSTILE = {
     "twice the slots": (longer, "22 slots"),
     "keys in float64": (replace("0.keys", Tensor.double), "do not belong to keys"),
     "all in float64": (lambda t: t.update({n: x.double() for n, x in t.items() if x.is_floating_point()}), "float64"),
-    "keys as integers": (replace("0.keys", Tensor.long), "not numbers of a model"),
+    "keys as integers": (replace("0.keys", Tensor.long), "keys are int64, not"),
     "positions in 32 bits": (replace("0.positions", Tensor.int), "positions are int32"),
     "keys without slots": (replace("0.keys", lambda x: x[:, :, :0]), "shape"),
     "keys in two dimensions": (replace("0.keys", lambda x: x.flatten(1)), "shape"),
