@@ -45,7 +45,7 @@ def test_a_layer_without_a_policy_has_no_block_size():
     [
         ({"sliding_window": 32}, "cannot be bounded"),
         ({"attention_chunk_size": 32}, "cannot be bounded"),
-        ({"dtype": torch.uint8}, "a quantised KV cache"),
+        ({"dtype": torch.uint8}, "vLLM's own quantised KV cache"),
     ],
 )
 def test_other_specs_are_refused(changes, reason):
