@@ -19,7 +19,7 @@ from ...core.workspace import Workspace
 from ...policy import Policy
 from .compact import move_unit, plan_unit, words_of
 from .compile import FAST_MATH, jit
-from .encode import encode
+from .encode import encode_in_buffers
 from .mask import mask_unit
 from .scan import limits_of, scan_unit
 from .threads import parallel_for, units_of
@@ -58,7 +58,7 @@ class Chunks:
         self.space, self.attention, self.output = space, attention, output
         codes: list[Tensor] = []
         if space.slots.kv is not None:
-            *codes, key, value = encode(tokens[1], tokens[2], space.slots.kv)
+            *codes, key, value = encode_in_buffers(tokens[1], tokens[2], space.slots.kv)
             tokens = tokens[0], key, value
         self.tokens = [token.transpose(1, 2).contiguous().numpy() for token in tokens]  # the order that models have
         self.steps = steps.contiguous().numpy()
@@ -69,9 +69,10 @@ class Chunks:
         self.scores = np.zeros(self.positions.shape, number) if space.scores is None else space.scores.numpy()
         self.bits = self.scores.view(np.int32 if self.scores.itemsize == 4 else np.int64)
         self.gains = None if space.gains is None else space.gains.numpy()
-        self.rows_by_head = [words_of(row) for row in space.moving]
-        self.codes = [words_of(row) for row in space.codes]
-        self.incoming = [words_of(rows) for rows in codes]
+        apart = {id(row) for row in space.codes}
+        self.rows_by_head = [words_of(row) for row in space.moving if id(row) not in apart]
+        self.codes = tuple(words_of(row) for row in space.codes)
+        self.incoming = tuple(words_of(rows) for rows in codes)
         self.failed = np.zeros(self.positions.shape[:2], np.bool_)
         self.moves = np.empty((*self.positions.shape[:2], self.positions.shape[2], 2), np.int64)
         self.counts = np.empty(self.positions.shape[:2], np.int64)
@@ -93,8 +94,10 @@ class Chunks:
         rows = (self.space.keys.numpy(), self.space.values.numpy(), self.gains)
         places = (self.positions, self.scores, self.expiry, *rows, queries)
         parallel_for(open_unit, self.units, 0, *places, *self.tokens, self.steps, part.start, before, *self.opening)
-        for codes, tokens in zip(self.codes, self.incoming, strict=True):
-            parallel_for(copy_unit, self.units, 0, codes, tokens, self.positions, part.start, before, size)
+        if self.codes:
+            parallel_for(
+                copy_codes, self.units, 0, *self.codes, *self.incoming, self.positions, part.start, before, size
+            )
         for query, keys, logits in views.logits:
             self.attention.finish(torch.mm(query, keys, out=logits), True)
         self._weigh(weights, totals, views.total, np.ascontiguousarray(self.steps[:, part]))
@@ -117,6 +120,8 @@ class Chunks:
         parallel_for(plan_unit, self.units, 0, *plan, self.moves, self.counts)
         for rows in self.rows_by_head:
             parallel_for(move_unit, self.units, 0, rows, self.moves, self.counts)
+        if self.codes:
+            parallel_for(move_codes, self.units, 0, *self.codes, self.moves, self.counts)
         self.space.used = end
 
     def _weigh(self, weights: np.ndarray, totals: np.ndarray, total: Tensor, steps: np.ndarray) -> None:
@@ -155,11 +160,23 @@ class Chunks:
 
 
 @_jit
-def copy_unit(b, u, columns, tokens, positions, start, used, count):  # type: ignore[no-untyped-def]
-    """The rows of `count` tokens from `start` on go behind the `used` columns, for the heads of one unit."""
-    stored = columns.shape[1] // positions.shape[1]
+def copy_codes(  # type: ignore[no-untyped-def]
+    b, u, keys, values, scales, new_keys, new_values, new_scales, positions, start, used, count
+):
+    """Codes of `count` tokens from `start` on go behind the `used` columns, for the heads of one unit."""
+    stored = keys.shape[1] // positions.shape[1]
     for h in range(u * stored, (u + 1) * stored):
-        columns[b, h, used : used + count] = tokens[b, h, start : start + count]
+        keys[b, h, used : used + count] = new_keys[b, h, start : start + count]
+        values[b, h, used : used + count] = new_values[b, h, start : start + count]
+        scales[b, h, used : used + count] = new_scales[b, h, start : start + count]
+
+
+@_jit
+def move_codes(b, u, keys, values, scales, moves, counts):  # type: ignore[no-untyped-def]
+    """One call for all three: between matmuls a call costs more than what it moves."""
+    move_unit(b, u, keys, moves, counts)
+    move_unit(b, u, values, moves, counts)
+    move_unit(b, u, scales, moves, counts)
 
 
 @_jit

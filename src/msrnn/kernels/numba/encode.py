@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.buffers import buffer
 from ...core.formats import code_sizes, scale_count
 from ...policy import KV
 from ..torch import encode as torch_encode
@@ -22,30 +23,34 @@ def encode(key: Tensor, value: Tensor, kv: KV, out: Sequence[Tensor] | None = No
     """See `kernels/torch/encode.py`. Rows of 16 bits are left to it."""
     if key.dtype not in (torch.float32, torch.float64) or value.dtype != key.dtype:
         return torch_encode.encode(key, value, kv, out)
-    results = _encode(key, value, kv)
+    results = _encode(key, value, kv, lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
     return results if out is None else tuple(ours.copy_(new) for ours, new in zip(out, results, strict=True))
 
 
-def _encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, ...]:
-    shape, (key_size, value_size) = key.shape[:3], code_sizes(kv, key.shape[3], value.shape[3])
-    key_codes = key.new_empty(*shape, key_size, dtype=torch.int8)
-    value_codes = key.new_empty(*shape, value_size, dtype=torch.int8 if kv == "int8" else torch.uint8)
-    scales = key.new_empty(*shape, scale_count(kv, value.shape[3]), dtype=torch.float16)
-    codes = (key_codes.numpy(), value_codes.numpy(), scales.numpy().view(np.uint16))
+def encode_in_buffers(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, ...]:
+    """The same for rows of 32 or 64 bits, in memory that this thread's next call overwrites."""
+    return _encode(key, value, kv, lambda name, shape, dtype: buffer(f"encoded {name}", shape, dtype, key.device))
+
+
+def _encode(key: Tensor, value: Tensor, kv: KV, memory: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    shape, (key_size, value_size) = tuple(key.shape[:3]), code_sizes(kv, key.shape[3], value.shape[3])
+    key_codes = memory("key codes", (*shape, key_size), torch.int8)
+    value_codes = memory("value codes", (*shape, value_size), torch.int8 if kv == "int8" else torch.uint8)
+    scales = memory("scales", (*shape, scale_count(kv, value.shape[3])), torch.float16)
     rows = [tensor.detach().transpose(1, 2).contiguous() for tensor in (key, value)]  # the order that models have
-    numbers = [torch.empty_like(tensor) for tensor in rows]
+    new_key, new_value = (memory(name, tuple(tensor.shape), key.dtype) for name, tensor in zip("kv", rows, strict=True))
+    arrays = [tensor.numpy() for tensor in (key_codes, value_codes, scales, *rows, new_key, new_value)]
+    arrays[2] = arrays[2].view(np.uint16)
     tasks = [(b, h) for b in range(shape[0]) for h in range(shape[1])]
-    arrays = (tensor.numpy() for tensor in (*rows, *numbers))
-    parallel_for(_encode8_head if kv == "int8" else _encode4_head, tasks, key.numel() + value.numel(), *codes, *arrays)
-    return key_codes, value_codes, scales, numbers[0].transpose(1, 2), numbers[1].transpose(1, 2)
+    parallel_for(_encode8_head if kv == "int8" else _encode4_head, tasks, key.numel() + value.numel(), *arrays)
+    return key_codes, value_codes, scales, new_key.transpose(1, 2), new_value.transpose(1, 2)
 
 
 @_jit
 def _encode8_head(b, h, key_codes, value_codes, words, keys, values, new_keys, new_values):  # type: ignore[no-untyped-def]
     """All tokens of one head, 8-bit keys and values."""
-    for t in range(keys.shape[1]):
-        words[b, h, t, 0] = encode8(keys[b, t, h], key_codes[b, h, t])
-        words[b, h, t, 1] = encode8(values[b, t, h], value_codes[b, h, t])
+    encode8(keys[b], h, key_codes[b, h], words[b, h])
+    encode8(values[b], h, value_codes[b, h], words[b, h, :, 1:])
     scales = decode_scales(words[b, h], keys.dtype.type)
     decode8(key_codes[b, h], scales, *_places(b, h, new_keys))
     decode8(value_codes[b, h], scales[:, 1:], *_places(b, h, new_values))
@@ -54,10 +59,8 @@ def _encode8_head(b, h, key_codes, value_codes, words, keys, values, new_keys, n
 @_jit
 def _encode4_head(b, h, key_codes, value_codes, words, keys, values, new_keys, new_values):  # type: ignore[no-untyped-def]
     """All tokens of one head, 8-bit keys and 4-bit values."""
-    unpacked = np.empty(values.shape[3], np.uint8)
-    for t in range(keys.shape[1]):
-        words[b, h, t, 0] = encode8(keys[b, t, h], key_codes[b, h, t])
-        encode4(values[b, t, h], value_codes[b, h, t], words[b, h, t, 1:], unpacked)
+    encode8(keys[b], h, key_codes[b, h], words[b, h])
+    encode4(values[b], h, value_codes[b, h], words[b, h, :, 1:])
     scales = decode_scales(words[b, h], keys.dtype.type)
     decode8(key_codes[b, h], scales, *_places(b, h, new_keys))
     decode4(value_codes[b, h], scales[:, 1:], *_places(b, h, new_values))

@@ -97,46 +97,51 @@ def _code(number, lowest, highest):
 
 
 @_jit
-def encode8(row, codes):
-    """row [D] -> codes [D]; returns the scale's word."""
-    kind = row.dtype.type
-    top = bits_of(kind(0))
-    for i in range(len(row)):
-        bits = bits_of(abs(row[i]))
-        top = bits if bits > top else top
-    word = _scale_word(float_of(top) / kind(127), kind(_LEAST))
-    scale = kind(from_half(word))
-    for i in range(len(row)):
-        codes[i] = np.int8(_code(row[i] / scale, kind(-127), kind(127)))
-    return word
+def encode8(rows, h, codes, words):
+    """Row h of every token in rows [T, G, D] -> codes [T, D] and the words of their scales [T, 0].
+
+    Whole arrays, because a slice of one costs as much as a row.
+    """
+    kind = rows.dtype.type
+    for t in range(len(rows)):
+        top = bits_of(kind(0))
+        for i in range(rows.shape[2]):
+            bits = bits_of(abs(rows[t, h, i]))
+            top = bits if bits > top else top
+        words[t, 0] = _scale_word(float_of(top) / kind(127), kind(_LEAST))
+        scale = kind(from_half(words[t, 0]))
+        for i in range(rows.shape[2]):
+            codes[t, i] = np.int8(_code(rows[t, h, i] / scale, kind(-127), kind(127)))
 
 
 @_jit
-def encode4(row, codes, words, unpacked):
-    """row [V] -> codes [V / 2] and words: the scale of each group, then its lowest number. unpacked [V]: scratch."""
-    kind, groups = row.dtype.type, len(words) // 2
-    size, half = len(row) // groups, len(row) // 2
-    for k in range(groups):
-        group, codes_of_group = row[k * size : (k + 1) * size], unpacked[k * size : (k + 1) * size]
-        low, high = _extremes(group)
-        words[groups + k] = to_half(low)
-        lowest = kind(from_half(words[groups + k]))
-        spread = kind(np.nan) if low == kind(-np.inf) else high - lowest  # a number less itself, if infinite, is NaN
-        words[k] = _scale_word(spread / kind(15), kind(_LEAST))
-        scale = kind(from_half(words[k]))
-        for i in range(size):
-            codes_of_group[i] = np.uint8(_code((group[i] - lowest) / scale, kind(0), kind(15)))
-    for j in range(half):
-        codes[j] = unpacked[j] | (unpacked[half + j] << np.uint8(4))
+def encode4(rows, h, codes, words):
+    """The same for codes [T, V / 2] and words [T, 2 V / group]: of each group the scale, then the lowest number."""
+    kind, groups, half = rows.dtype.type, words.shape[1] // 2, codes.shape[1]
+    numbers = rows.reshape(rows.shape[0], rows.shape[1], groups, 2 * half // groups)
+    by_group = np.empty((groups, 2 * half // groups), np.int32)
+    low_half, high_half = by_group.reshape(-1)[:half], by_group.reshape(-1)[half:]
+    for t in range(len(rows)):
+        for k in range(groups):
+            low, high = _extremes(numbers, t, h, k)
+            words[t, groups + k] = to_half(low)
+            lowest = kind(from_half(words[t, groups + k]))
+            spread = kind(np.nan) if low == kind(-np.inf) else high - lowest  # an infinite number less itself is NaN
+            words[t, k] = _scale_word(spread / kind(15), kind(_LEAST))
+            scale = kind(from_half(words[t, k]))
+            for i in range(numbers.shape[3]):
+                by_group[k, i] = _code((numbers[t, h, k, i] - lowest) / scale, kind(0), kind(15))
+        for j in range(half):
+            codes[t, j] = np.uint8(low_half[j] | (high_half[j] << np.int32(4)))
 
 
 @_jit
-def _extremes(row):
-    """The lowest and the highest number; both NaN if there is a NaN."""
-    kind = row.dtype.type
-    low = high = _rank(bits_of(row[0]))
-    for i in range(1, len(row)):
-        rank = _rank(bits_of(row[i]))
+def _extremes(numbers, t, h, k):
+    """The lowest and the highest number of a group; both NaN if there is a NaN."""
+    kind = numbers.dtype.type
+    low = high = _rank(bits_of(numbers[t, h, k, 0]))
+    for i in range(numbers.shape[3]):
+        rank = _rank(bits_of(numbers[t, h, k, i]))
         low, high = rank if rank < low else low, rank if rank > high else high
     lowest, highest = float_of(_rank(low)), float_of(_rank(high))
     if lowest == lowest and highest == highest:

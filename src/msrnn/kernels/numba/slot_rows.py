@@ -64,20 +64,14 @@ def store(rows, words, at, new, number):
 
 @overload(store)
 def _choose_store(rows, words, at, new, number):
-    if rows.dtype == types.int8:
+    if rows.dtype in (types.int8, types.uint8):
+        encode = encode8 if rows.dtype == types.int8 else encode4
 
-        def store8(rows, words, at, new, number):
-            words[at, 0] = encode8(numbers(new, new, room(new, number), 0, 1)[0], rows[at])
+        def store_codes(rows, words, at, new, number):
+            token = numbers(new, new, room(new, number), 0, 1).reshape(1, 1, new.shape[1])
+            encode(token, 0, rows[at : at + 1], words[at : at + 1])
 
-        return store8
-    if rows.dtype == types.uint8:
-
-        def store4(rows, words, at, new, number):
-            encode4(
-                numbers(new, new, room(new, number), 0, 1)[0], rows[at], words[at], np.empty(new.shape[1], np.uint8)
-            )
-
-        return store4
+        return store_codes
 
     def copy(rows, words, at, new, number):
         rows[at] = new[0]
