@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from books import load_model, novels, options, split
+from books import SEED, Sums, Texts, interval, load_model, novels, options, save, show, split
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -26,8 +26,11 @@ from msrnn.budgets.profile import plan_for
 from msrnn.core.attention import Attention
 from msrnn.core.recurrence import read
 from msrnn.core.slots import Slots
+from msrnn.eval.record import Record
 from msrnn.hf.geometry import geometry
+from msrnn.hf.identity import profile_identity
 from msrnn.policy import parse_policy
+from msrnn.system import provenance
 
 NAME = "msrnn_head_budgets"
 GRID = (16, 32, 64, 128, 256, 512, 1024)
@@ -92,15 +95,15 @@ def _second_order(probe: Probe, layer: int, size: int, half: int, kv_heads: int)
 
 
 @torch.no_grad()
-def loss(model: Any, probe: Probe, chunks: Sequence[Tensor], capacities: list[list[int]] | None) -> float:
-    """Nats per token over the second half; None: full."""
-    probe.capacities = capacities
-    values = []
-    for ids in chunks:
-        half = ids.shape[1] // 2
-        logits = model(ids, use_cache=False).logits[0, half - 1 : -1]
-        values.append(float(cross_entropy(logits.float(), ids[0, half:])))
-    return sum(values) / len(values)
+def losses(model: Any, probe: Probe, texts: Texts, capacities: list[list[int]]) -> Sums:
+    """Nats and tokens of the second half of every chunk, by book."""
+    probe.capacities, sums = capacities, {}
+    for name, rows in texts.items():
+        half = rows.shape[1] // 2
+        logits = [model(row[None], use_cache=False).logits[0, half - 1 : -1].float() for row in rows]
+        nats = [float(cross_entropy(one, row[half:], reduction="sum")) for one, row in zip(logits, rows, strict=True)]
+        sums[name] = (sum(nats), rows[:, half:].numel())
+    return sums
 
 
 def by_layer(estimate: np.ndarray, grid: Sequence[int], average: int) -> list[list[int]]:
@@ -124,33 +127,62 @@ def main() -> None:
     model, tokenizer = load_model(arguments)
     layers = geometry(model)
     model.requires_grad_(False)
-    texts = novels(tokenizer, split(arguments.data)[0], arguments.length, arguments.chunks).values()
-    chunks = [row[None] for part in texts for row in part]
-    calibrating, measuring = chunks[: len(chunks) * 3 // 7], chunks[len(chunks) * 3 // 7 :]
+    books = list(novels(tokenizer, split(arguments.data)[0], arguments.length, arguments.chunks).items())
+    calibrating, measuring = books[: len(books) * 3 // 7], dict(books[len(books) * 3 // 7 :])
     grid = [size for size in GRID if size <= arguments.length // 2]
     probe = Probe(arguments.kind, grid)
     AttentionInterface.register(NAME, probe)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     model.set_attn_implementation(NAME)
-    estimate = curves(model, probe, calibrating, layers[0].kv_heads)
-    spread = estimate[:, :, grid.index(128)]
-    print("estimated nats at 128 slots, largest over mean KV head of a layer:",
-          round(float((spread.max(1) / spread.mean(1)).mean()), 2))  # fmt: skip
-    full = loss(model, probe, measuring, [[arguments.length] * layers[0].kv_heads] * len(layers))
-    print(f"full {full:.4f} nats; {len(calibrating)} chunks to calibrate, {len(measuring)} to measure")
+    estimate = curves(model, probe, [row[None] for _, rows in calibrating for row in rows], layers[0].kv_heads)
+    full = losses(model, probe, measuring, [[arguments.length] * layers[0].kv_heads] * len(layers))
+    print(f"{len(calibrating)} books to calibrate, {len(measuring)} to measure", flush=True)
+    results = [_record(arguments, model, "full", None, full, 0.0)]
     for average in arguments.average:
         plan = plan_for(f"{arguments.kind}:{average},profile={arguments.profile}", len(layers))
         candidates = {
-            "the same everywhere": [[average] * layers[0].kv_heads] * len(layers),
-            "the shipped profile": [[policy.capacity or 0] * layers[0].kv_heads for policy in plan.policies],
-            "estimate, by layer": by_layer(estimate, grid, average),
-            "estimate, by KV head": by_head(estimate, grid, average),
+            "": [[average] * layers[0].kv_heads] * len(layers),
+            " by the shipped profile": [[policy.capacity or 0] * layers[0].kv_heads for policy in plan.policies],
+            " by layer, estimated": by_layer(estimate, grid, average),
+            " by KV head, estimated": by_head(estimate, grid, average),
         }
+        rival: Sums = {}
         for name, sizes in candidates.items():
-            over = loss(model, probe, measuring, sizes) - full
-            longest = sum(max(row) for row in sizes) / len(sizes)
-            mean = float(np.mean(sizes))
-            print(f"average {mean:6.1f}, longest of a layer {longest:6.1f}: {name:22} +{over:.4f} nats", flush=True)
+            sums, longest = losses(model, probe, measuring, sizes), float(np.mean([max(row) for row in sizes]))
+            rival = rival or sums
+            ratio = show(interval(lambda f, p, r: (p - f) / (r - f), full, sums, rival))
+            label = f"{arguments.kind}:{average}{name}"
+            print(f"{label:42} longest head of a layer {longest:6.1f}, gap {ratio} of equal capacities", flush=True)
+            results.append(_record(arguments, model, label, average, sums, longest))
+    save(arguments.out, results)
+
+
+def _record(arguments: Any, model: Any, label: str, average: int | None, sums: Sums, longest: float) -> Record:
+    value, low, high = interval(lambda p: p, sums)
+    return Record(
+        task="budgets-heads",
+        model=profile_identity(model)["name"],
+        policy=label,
+        capacity=average,
+        metric="perplexity",
+        value=value,
+        low=low,
+        high=high,
+        samples=len(sums) * arguments.chunks,
+        groups=len(sums),
+        seed=SEED,
+        dtype=str(model.dtype).removeprefix("torch."),
+        machine=provenance.machine(model.device),
+        versions=provenance.versions(),
+        commit=provenance.commit(),
+        date=provenance.now(),
+        seconds=0.0,
+        peak_bytes=0,
+        run=f"budgets-heads-{arguments.length}-{arguments.chunks}",
+        settings={"length": arguments.length, "chunks": arguments.chunks, "longest": longest, "half": "choosing"},
+        parts={name: {"nll": nats, "tokens": count} for name, (nats, count) in sums.items()},
+        command=provenance.command(),
+    )
 
 
 if __name__ == "__main__":
