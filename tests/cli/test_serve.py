@@ -93,6 +93,13 @@ def test_older_vllm_cannot_give_few_prompts_larger_pieces(model, started, monkey
     assert started[0][0][1:] == ["--long-prefill-token-threshold", "512", *LOOPBACK]
 
 
+def test_on_a_gpu_the_pool_must_be_asked_for(model, started, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    run(model(), "--policy", "tova:64")
+    run(model(), "--policy", "tova:64", "--prefix-pool", "1MiB")
+    assert ["--kv-transfer-config" in command for command, *_ in started] == [False, True]
+
+
 @pytest.mark.parametrize(
     "options, states",
     [([], 2**32 // 18048), (["--prefix-pool", "1MiB"], 2**20 // 18048), (["--scheduler-cls", "x.Y"], 2**32 // 18048)],
@@ -165,7 +172,7 @@ def test_vllms_configuration_file_is_read(model, started, capsys, tmp_path):
     assert f"listens on 0.0.0.0:7001: {OPEN}" in capsys.readouterr().err
     assert "--host" not in started[0][0]
     assert started[0][1] == "tova:100"
-    for text, reason in (("kv-cache-dtype: fp8", "quantised"), ("- a", "option: value"), ("a: [", "not YAML")):
+    for text, reason in (("kv-cache-dtype: fp8", "a format of vLLM"), ("- a", "option: value"), ("a: [", "not YAML")):
         file.write_text(text)
         assert main(["serve", model(), "--policy", "tova:64", "--config", str(file)]) == 2
         assert reason in capsys.readouterr().err
@@ -191,7 +198,7 @@ def test_a_profile_gives_every_layer_its_own(model, started, tmp_path):
         (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
         (["--speculative_config={}"], "speculative decoding takes tokens back"),
         (["--kv-transfer-config", "{}"], "KV connectors"),
-        (["--kv-cache-dtype", "fp8"], "quantised states"),
+        (["--kv-cache-dtype", "fp8"], "a format of vLLM; leave it out, add kv=int8"),
         (["--decode-context-parallel-size", "2"], "spreads a request's tokens"),
         (["--attention-backend", "FLASH_ATTN"], "the backend is msrnn's"),
         (["--policy", "full"], "'full' is not bounded"),

@@ -118,12 +118,13 @@ def league_figure(records: Sequence[Record], path: str | Path) -> Path:
     sizes = [int(one.capacity) for one in subset if one.task == HALVES[1] and one.capacity]
     capacity = max(sorted(set(sizes)), key=sizes.count)
     rows = players(subset, capacity)[::-1]
+    panels = [_gaps, _recalls] if any(row.recall for row in rows) else [_gaps]
     figure = new_figure(11, 0.32 * len(rows) + 2)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _gaps(left, rows)
-    _recalls(right, rows)
-    left.set_yticks(range(len(rows)), [row.name for row in rows])
-    for axes in (left, right):
+    places = figure.subplots(1, len(panels), sharey=True, width_ratios=(3, 2)[: len(panels)], squeeze=False)[0]
+    for panel, axes in zip(panels, places, strict=True):
+        panel(axes, rows)
+    places[0].set_yticks(range(len(rows)), [row.name for row in rows])
+    for axes in places:
         hide_spines(axes)
         axes.grid(axis="y", color="#eeeeee", zorder=0)
     add_title(figure, subset, f"Online policies with {capacity:,} slots")
@@ -137,7 +138,7 @@ def _gaps(axes: Axes, rows: Sequence[Player]) -> None:
         colour = _COLOURS[0] if built_in else _COLOURS[1]
         axes.plot([max(low, 1e-3), high], [place, place], color=colour, linewidth=1.2)
         axes.plot(row.gap.value, place, "o", color=colour, markersize=5)
-    axes.set_xscale("log")
+    axes.set_xlim(left=0)
     axes.set_xlabel("perplexity above full attention (PG-19, reporting half; blue: built in, orange: rule)", fontsize=9)
 
 

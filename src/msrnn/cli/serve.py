@@ -78,7 +78,7 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
         "--prefix-pool",
         metavar="SIZE",
         help="host memory for states of earlier prompts, from which requests that begin alike start; 0: none "
-        "(default: 4GiB, or an eighth of the memory)",
+        "(default: 4GiB or an eighth of the memory on a CPU, none on a GPU, where it has not been tested)",
     )
 
 
@@ -98,17 +98,23 @@ def _connector_options(arguments: Namespace, vllm_options: VllmOptions, plan: An
 
 def _pool_states(size: str | None, state_bytes: int) -> int:
     """How many states of earlier prompts are kept."""
-    import psutil
-
     from ..system.sizes import human, parse_bytes
 
-    available = min(_POOL, psutil.virtual_memory().total // 8) if size is None else parse_bytes(size)
+    available = _default_pool() if size is None else parse_bytes(size)
     states = int(available // state_bytes)
     if size is not None and available and not states:
         raise ValueError(f"--prefix-pool {size} is less than one state, {human(state_bytes)}; give more, or 0 for none")
     if states:
         note(f"prefix pool: {human(states * state_bytes)} of host memory keep {states:,} states of earlier prompts")
     return states
+
+
+def _default_pool() -> int:
+    """Bytes of the pool where none are given. On a GPU its copies have not been tested, so it must be asked for."""
+    import psutil
+    import torch
+
+    return 0 if torch.cuda.is_available() else min(_POOL, int(psutil.virtual_memory().total) // 8)
 
 
 def _prefix_files(arguments: Namespace, vllm_options: VllmOptions, plan: Any) -> dict[str, str]:

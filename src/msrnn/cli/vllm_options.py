@@ -42,7 +42,7 @@ class VllmOptions:
             )
         if parsed.kv_cache_dtype not in (None, "auto", "float16", "bfloat16", "float32"):
             raise ValueError(
-                f"--kv-cache-dtype {parsed.kv_cache_dtype}: quantised states are not supported; leave it out"
+                f"--kv-cache-dtype {parsed.kv_cache_dtype} is a format of vLLM; leave it out, add kv=int8 to --policy"
             )
         for name in ("decode", "prefill"):
             if getattr(parsed, f"{name}_context_parallel_size") not in (None, "1"):
