@@ -49,7 +49,7 @@ def _bench(line: Mapping[str, Any]) -> Iterator[Record]:
     if kind == "prefill":  # fused projections are part of the pipelined prefill
         place |= {"attention": "steady"} if str(line.get("attention", "")).startswith("steady") else {}
     elif line.get("joined"):
-        place |= {"weights": "joined"}
+        place |= {"projections": "fused"}
     largest = kind in ("table", "largest")
     cell = place if largest or not line.get("batch") else place | {"batch": line["batch"]}
     settings = {name: line[name] for name in ("batch", "chunk", "compiled", "lanes", "gate", "note") if line.get(name)}
