@@ -88,7 +88,7 @@ def step(
 
 def _kv_bytes(slots: Slots) -> int:
     """Bytes of keys and values that a step has to read."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in slots.codes or (slots.keys, slots.values))
+    return sum(tensor.numel() * tensor.element_size() for tensor in slots.stored)
 
 
 def step_or_none(model: PreTrainedModel, policy: str, batch: int, context: int, **settings: object) -> Record | None:

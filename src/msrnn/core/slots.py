@@ -174,9 +174,14 @@ class Slots:
         return (key, value) if share == 1 else (key.repeat_interleave(share, 1), value.repeat_interleave(share, 1))
 
     @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """What is stored of every token: its key and value, and their scales where they are codes."""
+        return (self.keys, self.values) if self.scales is None else (self.keys, self.values, self.scales)
+
+    @property
     def codes(self) -> tuple[Tensor, ...]:
-        """Keys, values and their scales where slots hold codes, nothing where they hold numbers."""
-        return () if self.scales is None else (self.keys, self.values, self.scales)
+        """The same where slots hold codes, nothing where they hold numbers."""
+        return () if self.scales is None else self.stored
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -6,6 +6,8 @@ survivors past the slots' end move, into places that became free. Nothing here k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -48,6 +50,11 @@ class Workspace:
         return Columns(*(None if row is None else row[:, :, : self.used] for row in rows))  # type: ignore[arg-type]
 
     @property
+    def stored(self) -> Sequence[Tensor]:
+        """What goes back to the slots of every column: `Slots.stored`."""
+        return self.codes or (self.keys, self.values)
+
+    @property
     def moving(self) -> tuple[Tensor, ...]:
         """What moves with the columns of a stored head or of a unit: [B, G or U, N, ...]."""
         gains = () if self.gains is None else (self.gains[..., None],)
@@ -62,9 +69,7 @@ class Workspace:
     def fill(self) -> None:
         """Keys and values of the slots' first columns, and their codes."""
         slots, used = self.slots, slice(0, self.used)
-        for ours, theirs in zip(
-            self.codes or (self.keys, self.values), slots.codes or (slots.keys, slots.values), strict=True
-        ):
+        for ours, theirs in zip(self.stored, slots.stored, strict=True):
             ours[:, :, used] = theirs[:, :, used]
         if slots.kv is not None:
             codes = [rows[:, :, used] for rows in self.codes]
@@ -105,8 +110,7 @@ class Workspace:
         """What is left goes back to the slots."""
         slots, used = self.slots, slice(0, self.used)
         slots.reserve(self.used)
-        stored = self.codes or (self.keys, self.values)
-        for ours, theirs in zip(slots.codes or (slots.keys, slots.values), stored, strict=True):
+        for ours, theirs in zip(slots.stored, self.stored, strict=True):
             ours[:, :, used] = theirs[:, :, used]
         slots.positions[:, :, used] = self.positions[:, :, used]
         slots.positions[:, :, self.used :] = -1

@@ -128,7 +128,7 @@ def _attend_fitting(
         codes = [key, value]
     else:
         *codes, key, value = (rows[0].transpose(0, 1) for rows in _encode(key, value, blocks.kv))
-    for rows, new in zip(blocks.codes or (blocks.keys, blocks.values), codes, strict=True):
+    for rows, new in zip(blocks.stored, codes, strict=True):
         rows[fit.block, :, fit.slot] = new
     blocks.positions[fit.block, :, fit.slot] = fit.slot[:, None].expand(-1, blocks.positions.shape[1])
     if blocks.gains is not None:

@@ -29,7 +29,7 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     active = (slots.seen >= 0) & (at[:, :, 0] == slots.next).all(1)
     now = torch.where(active, slots.seen, -1)[:, None]
     _put(slots.positions[..., None], at, now[:, :, None].expand(*slots.next.shape, 1), active)
-    for rows, new in zip(slots.codes or (slots.keys, slots.values), _stored(slots, key, value), strict=True):
+    for rows, new in zip(slots.stored, _stored(slots, key, value), strict=True):
         _put(rows, at, new, active)
     keys, values = slots.decoded(query.dtype)
     if slots.gains is not None:

@@ -1,7 +1,8 @@
 """`step` in Triton: the same arguments and results as `kernels/torch/step.py`, in two launches without the host.
 
 The victim is needed only by the next token: inside a `DecisionStream` it is chosen on a stream of its own while the
-model goes on. The kernels are in `step_kernel.py`; here are their grids, and the memory between them.
+model goes on. The kernels are in `attend_kernel.py` and `finish_kernel.py`; here are their grids and the memory
+between them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -22,9 +23,10 @@ from ...core.attention import Attention
 from ...core.slots import Slots, decides_by_age
 from ...policy import KV, Policy
 from ..torch import step as torch_step
+from .attend_kernel import attend
+from .finish_kernel import UNLIMITED, finish
 from .formats import layout
 from .scan import split_momentum
-from .step_kernel import UNLIMITED, attend, finish
 
 # Elements of [slots, head size] that a program works on at a time, its warps, and the programs per SM up to which the
 # slots of a head are split.
