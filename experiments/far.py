@@ -2,7 +2,7 @@
 
     python experiments/far.py --data DATA --dtype float32 --policy window+4:512 --policy fade:512 [--half reporting]
 
-The first --length tokens of the books of one half (see books.py) are read into --policy with the paper's gaps; keys
+The first --length tokens of the books of --half (see books.py) are read into --policy with the paper's gaps; keys
 are re-rotated every --piece tokens. Perplexity by stretch of the text, and the difference to the first policy with its
 interval over books. Every policy is measured once and stored, so that a run that was stopped resumes.
 """
@@ -89,7 +89,7 @@ class Books:
 
 def report(books: Books, policies: Sequence[str]) -> None:
     edges = [edge for edge in EDGES if edge < books.arguments.length - BIN] + [books.arguments.length - BIN]
-    stretches = [*pairwise(edges), (0, edges[-1])]
+    stretches = [*pairwise(edges), *((0, end) for end in edges if end in (8000, 32000, edges[-1]))]
     print(f"{'':58} " + " ".join(f"{start // 1000}-{end // 1000}K".rjust(8) for start, end in stretches))
     for policy in policies:
         values = [interval(lambda p: p, books.stretch(policy, *one))[0] for one in stretches]
@@ -99,8 +99,9 @@ def report(books: Books, policies: Sequence[str]) -> None:
             f"{policy:58} share of slots older than {OLD:,} after so many tokens: {books.measurements[policy]['old']}"
         )
     for policy in policies[1:]:
-        sums = (books.stretch(name, 0, edges[-1]) for name in (policy, policies[0]))
-        print(f"{policy:58} minus {policies[0]}: {show(interval(np.subtract, *sums))}")
+        for end in (one for one in edges if one in (8000, 32000, edges[-1])):
+            sums = (books.stretch(name, 0, end) for name in (policy, policies[0]))
+            print(f"{policy:58} minus {policies[0]} over {end:,}: {show(interval(np.subtract, *sums))}")
 
 
 def records(books: Books, policies: Sequence[str]) -> list[Record]:
@@ -147,15 +148,16 @@ def records(books: Books, policies: Sequence[str]) -> list[Record]:
 def main() -> None:
     parser = options(__doc__ or "", "results/far.jsonl")
     parser.add_argument("--policy", action="append", required=True, help="the others are compared with the first")
-    parser.add_argument("--half", choices=("choosing", "reporting"), default="choosing")
+    parser.add_argument("--half", choices=("choosing", "reporting", "all"), default="choosing")
     parser.add_argument("--positions", default="gaps")
     parser.add_argument("--piece", type=int, default=256)
     parser.add_argument("--limit", type=int, help="so many books")
     parser.set_defaults(length=70_000)
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments)
-    half = split(arguments.data)[arguments.half == "reporting"]
-    books = Books(model, tokenizer, half[: arguments.limit], arguments)
+    choosing, reporting = split(arguments.data)
+    texts = {"choosing": choosing, "reporting": reporting, "all": choosing + reporting}[arguments.half]
+    books = Books(model, tokenizer, texts[: arguments.limit], arguments)
     for policy in arguments.policy:
         books.bins(policy)
     report(books, arguments.policy)

@@ -24,7 +24,7 @@ def ids():
 
 
 @pytest.mark.parametrize("name", ["gaps", "relative"])
-@pytest.mark.parametrize("policy", ["tova:8", "h2o:8", "window+2:8"])
+@pytest.mark.parametrize("policy", ["tova:8", "h2o:8", "window+2:8", "fade:8,kv=int8", "tova:8,kv=k8v4"])
 def test_piecewise_positions_are_exact_in_pieces_of_one_token(model, ids, policy, name):
     expected = positions.exact_nll(model, ids[0], parse_policy(policy), positions.GAPS[name])
     result = token_nll(model, ids[:1], policy, piece=1, positions=positions.scheme(name, model))[0]

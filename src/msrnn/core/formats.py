@@ -50,8 +50,8 @@ def slot_bytes(kv: KV | None, key_size: int, value_size: int, dtype: torch.dtype
 
 def encode(key: Tensor, value: Tensor, kv: KV) -> tuple[Tensor, Tensor, Tensor]:
     """key [..., D], value [..., V] -> codes of both, and their scales [..., n] in float16."""
-    key_codes, key_scale = _encode8(key)
-    value_codes, value_scales = _encode8(value) if kv == "int8" else _encode4(value)
+    key_codes, key_scale = encode8(key)
+    value_codes, value_scales = encode8(value) if kv == "int8" else _encode4(value)
     return key_codes, value_codes, torch.cat([key_scale, value_scales], -1)
 
 
@@ -64,7 +64,7 @@ def decode(key_codes: Tensor, value_codes: Tensor, scales: Tensor, kv: KV, dtype
     return key.to(dtype), value.to(dtype)
 
 
-def _encode8(rows: Tensor) -> tuple[Tensor, Tensor]:
+def encode8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] -> int8 [..., D] and one float16 scale [..., 1]."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp(min=_LEAST).to(torch.float16)

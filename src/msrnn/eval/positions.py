@@ -8,14 +8,16 @@ position and the cached keys are re-rotated to the summed gaps before it.
 `exact_nll` does that for every query, one token at a time, through `reference.py`: the definition. `PiecePositions` is
 the fast path: it re-rotates the cached keys before each piece and counts true distances within the piece. With pieces
 of one token both are the same; with longer ones a gap that opens inside a piece counts in full until the piece ends.
+Every re-rotation starts from the key as it was first stored, so rounding does not add up; with slots of fewer bits
+(`kv=int8`) the rotated key is encoded again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +26,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 
 from ..core import reference
 from ..core.attention import Attention
+from ..core.formats import decode, encode, encode8
 from ..core.slots import Slots
 from ..hf.cache import BoundedCache, BoundedLayer
 from ..hf.geometry import Unsupported, text_config
-from ..policy import Policy
+from ..policy import KV, Policy
 from .perplexity import Positions
 
 Gap = Callable[[Tensor], Tensor]
@@ -101,17 +104,17 @@ def rotary_positions(positions: Tensor, step: int, gap: Gap, query: float) -> Te
 
 @dataclass
 class PiecePositions:
-    """Re-rotates the keys of a bounded cache before every piece, and remembers the RoPE position of each.
+    """Re-rotates the keys of a bounded cache before every piece, from the keys as they were first stored.
 
     `start` is the step of the last piece's first token, `base` its RoPE position; `known` has, by layer, the positions
-    in the text in ascending order and their RoPE positions.
+    in the text in ascending order, and the RoPE positions and keys that these tokens were first stored with.
     """
 
     gap: Gap
     rotary: Rotary
     start: int = 0
     base: float = 0.0
-    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    known: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, cache: Cache, start: int, size: int) -> Tensor | None:
         if not isinstance(cache, BoundedCache):
@@ -120,30 +123,50 @@ class PiecePositions:
             self.start, self.base, self.known = 0, 0.0, {}
             return None
         for layers in _same_shape(cache.bounded):
-            self._rotate(layers, start)
+            self._rotate(layers, start, cache.model.dtype)
         self.start, self.base = start, float(BASE)
         return BASE + torch.arange(size)[None]
 
-    def _rotate(self, layers: dict[int, Slots], start: int) -> None:
+    def _rotate(self, layers: dict[int, Slots], start: int, dtype: torch.dtype) -> None:
         """Layers of one shape together, [B, layers, U, S]: with short pieces kernel launches take the time."""
         positions = torch.stack([state.positions for state in layers.values()], 1)
-        keys = torch.stack([state.keys for state in layers.values()], 1)
+        keys = torch.stack([state.decoded(dtype)[0] for state in layers.values()], 1)
+        first, keys = self._first_stored(list(layers), positions, keys)
         rotary = rotary_positions(positions, start, self.gap, BASE)
-        offsets = torch.where(positions >= 0, rotary - self._current(list(layers), positions), 0.0)
+        offsets = torch.where(positions >= 0, rotary - first, 0.0)
         for state, rotated in zip(layers.values(), self.rotary.rotate(keys, offsets).unbind(1), strict=True):
-            state.keys.copy_(rotated)
+            _store(state, rotated)
         ordered, order = positions.sort(-1)
-        known = zip(ordered.unbind(1), rotary.gather(-1, order).unbind(1), strict=True)
-        self.known |= dict(zip(layers, known, strict=True))
+        known = (ordered, first.gather(-1, order), _gather_keys(keys, order))
+        self.known |= dict(zip(layers, zip(*(one.unbind(1) for one in known), strict=True), strict=True))
 
-    def _current(self, layers: Sequence[int], positions: Tensor) -> Tensor:
-        """The RoPE positions that the cached keys have now: those of the last piece, and older ones."""
+    def _first_stored(self, layers: Sequence[int], positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE positions [B, layers, U, S] and keys that the held tokens came with: now, or before the last piece."""
         newest = self.base + (positions - self.start).double()
         if layers[0] not in self.known:
-            return newest
-        ordered, rotary = (torch.stack(one, 1) for one in zip(*(self.known[layer] for layer in layers), strict=True))
-        older = rotary.gather(-1, torch.searchsorted(ordered, positions).clamp(max=ordered.shape[-1] - 1))
-        return torch.where(positions >= self.start, newest, older)
+            return newest, keys
+        ordered, rotary, older = (
+            torch.stack(one, 1) for one in zip(*(self.known[layer] for layer in layers), strict=True)
+        )
+        index = torch.searchsorted(ordered, positions).clamp(max=ordered.shape[-1] - 1)
+        new = positions >= self.start
+        first = torch.where(new, newest, rotary.gather(-1, index))
+        return first, torch.where(new[..., None], keys, _gather_keys(older, index))
+
+
+def _gather_keys(keys: Tensor, index: Tensor) -> Tensor:
+    """keys [B, layers, G, S, D] in the order of index [B, layers, U, S]; one unit decides for all heads."""
+    return keys.gather(-2, index.expand(keys.shape[:-1])[..., None].expand(keys.shape))
+
+
+def _store(state: Slots, keys: Tensor) -> None:
+    """keys [B, G, S, D] in the place of those in the slots, in their format; values stay."""
+    if state.scales is None:
+        state.keys.copy_(keys)
+        return
+    codes, scale = encode8(keys)  # both formats store keys in 8 bits
+    state.keys.copy_(codes)
+    state.scales[..., :1].copy_(scale)
 
 
 def _same_shape(layers: Iterable[BoundedLayer]) -> list[dict[int, Slots]]:
@@ -157,6 +180,21 @@ def _same_shape(layers: Iterable[BoundedLayer]) -> list[dict[int, Slots]]:
     return list(groups.values())
 
 
+def _as_stored(rows: Tensor, kv: KV | None, part: Literal["key", "value"] = "key") -> Tensor:
+    """Keys or values [..., D] as slots of this format give them back."""
+    return rows if kv is None else decode(*encode(rows, rows, kv), kv, rows.dtype)[part == "value"]
+
+
+def _origin(step: int) -> int:
+    """What RoPE positions are counted from where the token of `step` is a piece of its own."""
+    return max(step - BASE, 0)
+
+
+def _move(rotary: Rotary, keys: Tensor, by: float) -> Tensor:
+    """keys [..., D], all re-rotated to so many positions later."""
+    return rotary.rotate(keys, torch.full(keys.shape[:-1], by, dtype=torch.float64, device=keys.device))
+
+
 _EXACT = "msrnn_exact_positions"
 
 
@@ -166,19 +204,23 @@ def exact_nll(model: PreTrainedModel, ids: Tensor, policy: Policy, gap: Gap) -> 
 
     For small models and short texts: all keys stay in memory and are re-rotated at every step.
     """
-    config, rotary = text_config(model), Rotary.of(model)
+    config, rotary, plain = text_config(model), Rotary.of(model), replace(policy, kv=None)
     layers: dict[int, reference.Reference] = {}
+
+    def stored(keys: Tensor, by: float, origin: int) -> Tensor:
+        """keys [G, D] moved by so many positions, as slots give them back whose positions count from `origin`."""
+        return _move(rotary, _as_stored(_move(rotary, keys, by - origin), policy.kv), origin)
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         heads, kv_heads, step = query.shape[1], key.shape[1], key.shape[2] - 1
-        state = layers.setdefault(module.layer_idx, reference.start(policy, heads, kv_heads))
+        state = layers.setdefault(module.layer_idx, reference.start(plain, heads, kv_heads))
         for rows in state.rows:
             positions = torch.tensor([row.position for row in rows], dtype=torch.long)
             for row, rope in zip(rows, rotary_positions(positions, step, gap, step).tolist(), strict=True):
-                offsets = torch.full((kv_heads,), rope - row.position, dtype=torch.float64)
-                row.key = rotary.rotate(key[0, :, row.position], offsets)
-        newest = (query[0], key[0, :, step:], value[0, :, step:])
-        return reference.run(state, *newest, policy, Attention(scaling)).transpose(0, 1)[None], None
+                first = stored(key[0, :, row.position], 0, _origin(row.position))
+                row.key = stored(first, rope - row.position, _origin(step))
+        newest = stored(key[0, :, step], 0, _origin(step))[:, None], _as_stored(value[0, :, step:], policy.kv, "value")
+        return reference.run(state, query[0], *newest, plain, Attention(scaling)).transpose(0, 1)[None], None
 
     AttentionInterface.register(_EXACT, attend)
     AttentionMaskInterface.register(_EXACT, lambda *_, **__: None)
