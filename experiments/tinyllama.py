@@ -21,7 +21,6 @@ import tarfile
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from msrnn.system.downloads import cache_folder
 
@@ -114,19 +113,7 @@ def _convert(gguf: Path, into: Path) -> None:
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.generation_config = model.generation_config
     plain.save_pretrained(into)
-    _add_bos(tokenizer)
     tokenizer.save_pretrained(into)
-
-
-def _add_bos(tokenizer: Any) -> None:
-    """Every text starts with BOS, as with this model's own tokenizer; the GGUF file does not say so."""
-    from tokenizers.processors import TemplateProcessing
-
-    bos = tokenizer.bos_token
-    start = TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_token_id)]
-    )
-    tokenizer.backend_tokenizer.post_processor = start
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_eval
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,15 +41,6 @@ def test_a_wrong_part_is_refused_and_leaves_nothing(script, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="3 parts give sha256"):
         script.gguf_file(tmp_path / "parts")
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_tokenizer_gets_its_bos_token(script) -> None:
-    tokenizer = tiny_eval.tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<start>"})
-    plain = tokenizer("ab")["input_ids"]
-    script._add_bos(tokenizer)
-    assert tokenizer("ab")["input_ids"] == [tokenizer.bos_token_id, *plain]
-    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == plain
 
 
 def test_an_empty_folder_of_parts_is_one_line(tmp_path: Path) -> None:

