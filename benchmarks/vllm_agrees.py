@@ -4,10 +4,14 @@
     python benchmarks/vllm_agrees.py --jobs 4 --out results/vllm_agrees.jsonl    # four engines at once, on a GPU
     python benchmarks/vllm_agrees.py --policies tova:64 h2o:64 --eager --out /tmp/agrees.jsonl
 
-A capacity above the length must give stock vLLM's tokens; every other policy, and a plan with a policy for each layer,
-those of the transformers path, one text at a time. Prompts of unequal length run together, in pieces, and once more
-with all requests preempted twice on the way, and a third time from the states that the others left in the pool. An
-engine each, in a process of its own; the exit code says if all agree.
+A capacity above the length must give the tokens of stock vLLM and those of plain transformers; every other policy, and
+a plan with a policy for each layer, those of the transformers path, one text at a time. Prompts of unequal length run
+together, in pieces, and once more with all requests preempted twice on the way, and a third time from the states that
+the others left in the pool. An engine each, in a process of its own; the exit code says if all agree. Where tokens
+differ, the record has the margin at that token: how far apart the two best log-probabilities are, on both sides.
+
+Stock's attention kernel for float32 multiplies in TF32 on a GPU (Triton's default for `tl.dot`), with 10 bits of
+mantissa. `stock` runs it in float32 (TRITON_F32_DEFAULT=ieee), `stock tf32` as it comes: reported, not required.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ POLICIES = ("tova:64", "h2o:64", "window+4:64", "fade:64", "profile", "tova:256"
 KINDS = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
 KINDS += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
 LENGTHS = ((0, 5), (100, 40), (300, 1), (500, 130), (700, 330), (40, 64), (900, 65), (1100, 257), (200, 600), (350, 17))
+CONDITIONS = ("eager", "no_compile", "threshold", "budget", "new", "jobs", "states")
 ROOMY = "tova:800"  # more than any text here has
+STOCK = ("stock", "stock tf32")
+Answers = dict[str, list[list[Any]]]  # by run: for every prompt its new tokens, or their margins
 
 
 def main() -> None:
@@ -36,6 +43,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=[ROOMY, *POLICIES])
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile: starts faster")
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts faster")
     parser.add_argument("--threshold", type=int, default=64, help="long_prefill_token_threshold")
     parser.add_argument("--budget", type=int, default=512, help="tokens of a batch")
     parser.add_argument("--states", type=int, default=64, help="places of the pool of earlier prompts' states; 0: none")
@@ -50,34 +58,46 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     begin, failed = time.monotonic(), []
     with ThreadPoolExecutor(options.jobs) as engines:
-        names = [*(["stock"] if ROOMY in options.policies else []), *options.policies]
+        names = [*(STOCK if ROOMY in options.policies else ()), *options.policies]
         runs = {name: engines.submit(alone_in_process, options, name) for name in names}
-        for policy in options.policies:
-            expected = None if policy == ROOMY else outside(options, policy)
-            theirs = runs[policy].result()
-            expected = runs["stock"].result()["together"] if policy == ROOMY else expected
-            record = compare(policy, theirs, expected) | {"seconds": round(time.monotonic() - begin, 1)}
+        for policy, reference in comparisons(options.policies):
+            expected = runs[reference].result() if reference in STOCK else outside(options, policy, reference)
+            record = compare(policy, runs[policy].result(), reference, expected)
+            record["seconds"] = round(time.monotonic() - begin, 1)
             with options.out.open("a") as file:
                 file.write(json.dumps(conditions(options) | record) + "\n")
-            print(record, flush=True)
-            if not record["right"]:
-                failed.append(policy)
+            print({name: record[name] for name in ("policy", "reference", "right", "differ", "seconds")}, flush=True)
+            if record["required"] and not record["right"]:
+                failed.append(f"{policy} against {reference}")
     if failed:
         raise SystemExit(f"wrong: {', '.join(failed)}")
 
 
-def compare(policy: str, theirs: dict[str, list[list[int]]], expected: list[list[int]] | None) -> dict[str, Any]:
-    differ = {}
-    for run, answers in theirs.items():
-        pairs = enumerate(zip(answers, expected or [], strict=True))
-        first = {number: _first_difference(*pair) for number, pair in pairs if pair[0] != pair[1]}
-        if first:
-            differ[run] = first
-    return {"kind": "vllm agrees", "policy": policy, "right": expected is not None and not differ, "differ": differ}
+def comparisons(policies: list[str]) -> list[tuple[str, str]]:
+    """Which engine is compared with what: `transformers` is the plain model, `msrnn` its path with the same policy."""
+    pairs = [(policy, "msrnn") for policy in policies if policy != ROOMY]
+    if ROOMY in policies:
+        pairs = [(name, "transformers") for name in (ROOMY, *STOCK)] + [(ROOMY, name) for name in STOCK] + pairs
+    return pairs
+
+
+def compare(policy: str, ours: dict[str, Any], reference: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """Where the tokens of any run differ from the expected ones, with the margins there."""
+    differ: dict[str, Any] = {}
+    tokens, margins = expected["tokens"]["together"], expected["margins"]["together"]
+    for run, answers in ours["tokens"].items():
+        for number, pair in enumerate(zip(answers, tokens, strict=True)):
+            if pair[0] != pair[1]:
+                at = _first_difference(*pair)
+                both = {"margin": ours["margins"][run][number][at], "expected_margin": margins[number][at]}
+                differ.setdefault(run, {})[number] = {"at": at} | both
+    required = "stock tf32" not in (policy, reference)
+    record = {"kind": "vllm agrees", "policy": policy, "reference": reference, "required": required}
+    return record | {"right": not differ, "differ": differ, "engine": ours["about"], "expected": expected["about"]}
 
 
 def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    return next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+    return next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours) - 1)
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
@@ -89,18 +109,23 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "vllm": vllm_version(), "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    return about | {name: getattr(options, name) for name in ("eager", "threshold", "budget", "new", "jobs", "states")}
+    return about | {name: getattr(options, name) for name in CONDITIONS}
 
 
-def alone_in_process(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]]]:
+def alone_in_process(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Tokens and margins of one engine."""
+    precision = {"TRITON_F32_DEFAULT": "ieee"} if policy == "stock" else {}
     again = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--one", policy], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, *sys.argv[1:], "--one", policy],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | precision,
     )
     lines = [line.removeprefix("TOKENS ") for line in again.stdout.splitlines() if line.startswith("TOKENS ")]
     if again.returncode or not lines:
         print(again.stdout[-3000:])
         raise SystemExit(f"{policy}: the engine ended with {again.returncode}")
-    answers: dict[str, list[list[int]]] = json.loads(lines[0])
+    answers: dict[str, Any] = json.loads(lines[0])
     return answers
 
 
@@ -121,15 +146,32 @@ def prompts() -> list[list[int]]:
     return [ids[start : start + length] for start, length in LENGTHS]
 
 
-def inside(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]]]:
-    """The tokens of one engine: all prompts together, and again with everybody preempted twice."""
+def inside(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Tokens and margins of one engine: all prompts together, with everybody preempted twice, and from states."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.pop("MSRNN_POLICY", None)
-    if policy != "stock":
+    if policy not in STOCK:
         os.environ["MSRNN_POLICY"] = plan_text(policy)
     from vllm import LLM
 
     from msrnn.hf.load import bundled
+
+    llm = LLM(str(bundled()), **settings_of(options, policy))
+    engine = llm.llm_engine
+    runs = {"together": answers_of(engine, options.new, ())}
+    if policy not in STOCK:
+        runs["preempted"] = answers_of(engine, options.new, (4, 12))
+        if options.states:
+            before = hits(llm)
+            runs["from states"] = answers_of(engine, options.new, (), afresh=False)
+            if hits(llm) - before < 1000:
+                raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
+    parts = {name: {run: pair[part] for run, pair in runs.items()} for part, name in enumerate(("tokens", "margins"))}
+    return parts | {"about": about_engine(engine)}
+
+
+def settings_of(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """vLLM's settings; several engines fit on one GPU."""
     from msrnn.vllm.pool import EVERY, SCHEDULER, STATES
     from msrnn.vllm.prefix import CONNECTOR
 
@@ -138,29 +180,41 @@ def inside(options: argparse.Namespace, policy: str) -> dict[str, list[list[int]
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": options.budget,
-        "long_prefill_token_threshold": 0 if policy == "stock" else options.threshold,
+        "long_prefill_token_threshold": 0 if policy in STOCK else options.threshold,
         "kv_cache_memory_bytes": 1 << 30,
         "enable_prefix_caching": False,
         "enforce_eager": options.eager,
-        "gpu_memory_utilization": 0.8 / options.jobs,
+        "gpu_memory_utilization": 0.05,
     }
     if not options.eager:
-        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-    if policy != "stock" and options.states:
+        graphs: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if options.no_compile else {}
+        settings["compilation_config"] = graphs
+    if policy not in STOCK and options.states:
         pool = {STATES: options.states, EVERY: options.threshold}
         settings["kv_transfer_config"] = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": pool}
         settings |= {"scheduler_cls": SCHEDULER, "disable_log_stats": False}
-    llm = LLM(str(bundled()), **settings)
-    engine = llm.llm_engine
-    runs = {"together": tokens(engine, options.new, ())}
-    if policy != "stock":
-        runs["preempted"] = tokens(engine, options.new, (4, 12))
-    if "kv_transfer_config" in settings:
-        before = hits(llm)
-        runs["from states"] = tokens(engine, options.new, (), afresh=False)
-        if hits(llm) - before < 1000:
-            raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
-    return runs
+    return settings
+
+
+def about_engine(engine: Any) -> dict[str, Any]:
+    """Which attention runs, how float32 matmuls are done, and whether batches are scheduled ahead."""
+    config = engine.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    about = {"attention": sorted(backends), "async_scheduling": config.scheduler_config.async_scheduling}
+    return about | {"graphs": str(config.compilation_config.cudagraph_mode)} | precision()
+
+
+def precision() -> dict[str, Any]:
+    import torch
+
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    return {"matmul": torch.get_float32_matmul_precision(), "allow_tf32": matmul, "tl.dot": _triton_default()}
+
+
+def _triton_default() -> str:
+    return os.environ.get("TRITON_F32_DEFAULT", "tf32 on a GPU")
 
 
 def hits(llm: Any) -> int:
@@ -168,33 +222,40 @@ def hits(llm: Any) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
 
 
-def tokens(engine: Any, new: int, preempt: tuple[int, ...], afresh: bool = True) -> list[list[int]]:
-    """The greedy tokens after each prompt; before the steps in `preempt` every request loses its block.
+def answers_of(engine: Any, new: int, preempt: tuple[int, ...], afresh: bool = True) -> tuple[Any, Any]:
+    """The greedy tokens after each prompt, and their margins; before steps in `preempt` every request loses its block.
 
     afresh: all is read, also what is in the pool.
     """
     from vllm import SamplingParams
 
     kinds = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "skip_reading_prefix_cache": afresh}
-    sampling, texts = SamplingParams(**kinds), prompts()
+    sampling, texts = SamplingParams(**kinds, logprobs=2), prompts()
     for number, ids in enumerate(texts):
         engine.add_request(f"{number} {time.monotonic()}", {"prompt_token_ids": ids}, sampling)
-    answers: dict[int, list[int]] = {}
+    outputs: dict[int, Any] = {}
     turn = 0
     while engine.has_unfinished_requests():
         for answer in engine.step():
-            answers[int(answer.request_id.split()[0])] = list(answer.outputs[0].token_ids)
+            outputs[int(answer.request_id.split()[0])] = answer.outputs[0]
         turn += 1
         if turn in preempt:
             engine.reset_prefix_cache(reset_running_requests=True)
-    return [answers[number] for number in range(len(texts))]
+    ordered = [outputs[number] for number in range(len(texts))]
+    return [list(one.token_ids) for one in ordered], [[_margin(best) for best in one.logprobs] for one in ordered]
+
+
+def _margin(best: dict[int, Any]) -> float:
+    """Between the two best of a token's log-probabilities."""
+    first, second = sorted((each.logprob for each in best.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 _hf: list[Any] = []
 
 
-def outside(options: argparse.Namespace, policy: str) -> list[list[int]]:
-    """The tokens of the transformers path, one text after the other."""
+def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[str, Any]:
+    """Tokens and margins of the transformers path, one text after the other; `transformers`: of the plain model."""
     import torch
 
     import msrnn
@@ -204,21 +265,29 @@ def outside(options: argparse.Namespace, policy: str) -> list[list[int]]:
     if not _hf:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         _hf.append(msrnn.load(str(bundled()), dtype="float32")[0].to(device))
-    model, (first, *more) = _hf[0], [parse_policy(part) for part in plan_text(policy).split(";")]
-    plan = Plan((first, *more)) if more else first
-    answers = []
+    model = _hf[0]
+    plan = None
+    if reference == "msrnn":
+        first, *more = (parse_policy(part) for part in plan_text(policy).split(";"))
+        plan = Plan((first, *more)) if more else first
+    tokens, margins = [], []
     for ids in prompts():
         inputs = torch.tensor([ids], device=model.device)
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            past_key_values=msrnn.cache(model, plan),
+            **({} if plan is None else {"past_key_values": msrnn.cache(model, plan)}),
             max_new_tokens=options.new,
             min_new_tokens=options.new,
             do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        answers.append(output[0, len(ids) :].tolist())
-    return answers
+        tokens.append(output.sequences[0, len(ids) :].tolist())
+        best = torch.stack(output.logits)[:, 0].topk(2).values
+        margins.append((best[:, 0] - best[:, 1]).tolist())
+    about = precision() | {"attention": model.config._attn_implementation}
+    return {"tokens": {"together": tokens}, "margins": {"together": margins}, "about": about}
 
 
 if __name__ == "__main__":

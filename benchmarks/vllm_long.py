@@ -4,7 +4,8 @@ Parts: tp (3 processes share the heads), pp (2 share the layers), many (200 requ
 where stock vLLM preempts, among clients that leave or ask wrongly), killed (a worker dies in the middle). Each prints
 one line and adds a record to results/vllm.jsonl; the script ends with 1 if any failed. Small model, float32, greedy:
 equal means token for token. On a GPU: many and killed, with CUDA graphs of a few sizes, RESULTS=FILE for the records
-and COMMIT=... where there is no git.
+and COMMIT=... where there is no git. There a matmul's rounding depends on the size of the batch: an answer may differ
+from its single run only from a token on whose two best log-probabilities are closer than 1e-4; they are counted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from conditions import conditions, write
@@ -33,7 +35,15 @@ RESULTS = Path(os.environ.get("RESULTS", HERE.parent / "results" / "vllm.jsonl")
 NEW = 12
 POLICY = "tova:64"
 GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+NEAR = 1e-4 if torch.cuda.is_available() else 0.0
 Result = dict[str, object]
+
+
+class Answer(NamedTuple):
+    """The tokens of an answer, and for each how far apart the two best log-probabilities are."""
+
+    tokens: list[int]
+    margins: list[float]
 
 
 def main() -> int:
@@ -83,7 +93,7 @@ def _same_as_one(*options: str, bind: str, graph: bool = False) -> Result:
     spread = {"VLLM_CPU_OMP_THREADS_BIND": bind}
     with server(POLICY, *memory, *options, environment=spread, graph=graph) as (url, _):
         together = asyncio.run(_answers(url, texts, at_once=8))
-    assert together == alone, f"{together} != {alone}"
+    assert _tokens(together) == _tokens(alone), f"{_tokens(together)} != {_tokens(alone)}"
     return {"options": " ".join(options), "compiled": graph, "equal_answers": len(texts)}
 
 
@@ -99,14 +109,15 @@ def many(count: int = 200, memory: int = 48 << 20, policy: str = "tova:32") -> R
         started = time.time()
         together, most = asyncio.run(_crowd(url, texts))
         seconds = time.time() - started
-        assert all(len(answer) == NEW for answer in together), "answers were cut short"
+        assert all(len(answer.tokens) == NEW for answer in together), "answers were cut short"
         assert _metric(url, "vllm:num_preemptions_total") == 0, "a bounded request was preempted"
         assert _metric(url, "vllm:num_requests_running") == 0, "requests of clients that left still run"
         held = _metric(url, "msrnn_request_tokens_held_max")
         assert held <= 32, f"a request held {held} tokens"
         alone = asyncio.run(_answers(url, texts, at_once=1))
-    different = [number for number in range(count) if together[number] != alone[number]]
-    assert not different, f"answers {different} differ from single runs"
+    different = differences(together, alone)
+    far = {number: margin for number, margin in different.items() if margin >= NEAR}
+    assert not far, f"answers differ from single runs, by number with the margin there: {far}"
     return {
         "policy": policy,
         "requests": count,
@@ -115,7 +126,8 @@ def many(count: int = 200, memory: int = 48 << 20, policy: str = "tova:32") -> R
         "new_tokens": NEW,
         "crowd_s": round(seconds, 1),
         "running_max": most,
-        "equal_to_single_runs": count,
+        "equal_to_single_runs": count - len(different),
+        "near_ties": len(different),
         "preempted": 0,
         "preempted_by_stock_of_60": preempted,
         "clients_that_left": 10,
@@ -123,7 +135,21 @@ def many(count: int = 200, memory: int = 48 << 20, policy: str = "tova:32") -> R
     }
 
 
-async def _crowd(url: str, texts: list[list[int]]) -> tuple[list[list[int]], float]:
+def _tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def differences(ours: list[Answer], theirs: list[Answer]) -> dict[int, float]:
+    """Answers that differ, by number: the larger of the margins at the first token that does."""
+    margins = {}
+    for number, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+        if one.tokens != two.tokens:
+            at = next(at for at, pair in enumerate(zip(one.tokens, two.tokens, strict=True)) if pair[0] != pair[1])
+            margins[number] = max(one.margins[at], two.margins[at])
+    return margins
+
+
+async def _crowd(url: str, texts: list[list[int]]) -> tuple[list[Answer], float]:
     """All texts at once, with clients among them that leave or ask wrongly; also the most that ran at once."""
     most, watching = 0.0, True
 
@@ -207,7 +233,8 @@ def server(
         port = free.getsockname()[1]
     common = ["--dtype", "float32", "--max-model-len", "1024", "--port", str(port)]
     common += [] if graph or torch.cuda.is_available() else ["--enforce-eager"]
-    common += ["--compilation-config", json.dumps(GRAPHS)] if torch.cuda.is_available() else []
+    if torch.cuda.is_available():  # a share of it, as others may use it at the same time
+        common += ["--compilation-config", json.dumps(GRAPHS), "--gpu-memory-utilization", "0.05"]
     if policy is None:
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled())]
     else:
@@ -237,23 +264,34 @@ def _wait(url: str, process: subprocess.Popen[bytes], patience: int = 300) -> No
     raise AssertionError("the server did not start")
 
 
-async def _answers(url: str, texts: list[list[int]], at_once: int) -> list[list[int]]:
-    """The tokens written for each text, streamed, so many requests at a time."""
+async def _answers(url: str, texts: list[list[int]], at_once: int) -> list[Answer]:
+    """What is written for each text, streamed, so many requests at a time."""
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1200)
     gate = asyncio.Semaphore(at_once)
 
-    async def answer(ids: list[int]) -> list[int]:
+    async def answer(ids: list[int]) -> Answer:
         extra = {"ignore_eos": True, "return_token_ids": True}
+        tokens, margins = [], []  # type: list[int], list[float]
         async with gate:
             stream = await client.completions.create(
-                model="smol", prompt=ids, max_tokens=NEW, temperature=0, stream=True, extra_body=extra
+                model="smol", prompt=ids, max_tokens=NEW, temperature=0, stream=True, logprobs=2, extra_body=extra
             )
-            parts = [part.choices[0].model_extra.get("token_ids") or [] async for part in stream if part.choices]
-        return [token for part in parts for token in part]
+            async for part in stream:
+                if part.choices:
+                    tokens += part.choices[0].model_extra.get("token_ids") or []
+                    logprobs = part.choices[0].logprobs
+                    margins += [_margin(best) for best in logprobs.top_logprobs] if logprobs else []
+        return Answer(tokens, margins)
 
     return list(await asyncio.gather(*map(answer, texts)))
+
+
+def _margin(best: dict[str, float]) -> float:
+    """Between the two best; tokens with the same text are one entry, and then it is not known."""
+    first, *others = sorted(best.values(), reverse=True)
+    return first - others[0] if others else float("inf")
 
 
 async def _broken(url: str, ids: list[int], worker: int) -> int:
@@ -261,7 +299,8 @@ async def _broken(url: str, ids: list[int], worker: int) -> int:
     import openai
 
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-    asking = client.completions.create(model="smol", prompt=ids, max_tokens=500, extra_body={"ignore_eos": True})
+    # a hundred answers: a GPU writes one before the worker is killed
+    asking = client.completions.create(model="smol", prompt=ids, max_tokens=500, n=100, extra_body={"ignore_eos": True})
     task = asyncio.ensure_future(asking)
     await asyncio.sleep(3)
     os.kill(worker, signal.SIGKILL)

@@ -10,7 +10,7 @@ from msrnn.core.recurrence import read
 from msrnn.core.slots import Slots
 from msrnn.policy import parse_policy
 from msrnn.vllm import batch as batches
-from msrnn.vllm import reads
+from msrnn.vllm import read_graphs, reads
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout
 from msrnn.vllm.reads import Row, Sizes, plan
@@ -75,6 +75,7 @@ class Requests:
 @pytest.fixture(params=["cpu", "as on a GPU"])
 def planned(request, monkeypatch):
     """Plans as for a GPU pad rows to compiled lengths and take all slots as used; the results are the same."""
+    monkeypatch.setattr(read_graphs, "_graphs", {})
     if request.param != "cpu":
         sizes_of = batches.sizes_of
         monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
@@ -90,6 +91,50 @@ def test_requests_read_together_equal_each_alone(text, planned):
         requests.check()
         others = [block for block in range(BLOCKS) if block not in requests.homes]
         assert torch.equal(requests.raw[others], before[others])
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
+    """What a CUDA graph does, without the graph: single rows are cut into captured widths, copied there and back."""
+    monkeypatch.setattr(read_graphs, "_graphs", {})
+    monkeypatch.setattr(reads, "TAILS", (8, 32))
+    monkeypatch.setattr(reads, "GRAPHS", (32, 64, 128))
+    sizes_of = batches.sizes_of
+    monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
+    runs = []
+    monkeypatch.setattr(read_graphs.ReadGraphs, "run", counted(read_graphs.ReadGraphs.run, runs))
+    requests = Requests(text, Attention(SIZE**-0.5), 0)
+    layout = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
+    blocks = layout.carve(torch.zeros(1, layout.nbytes, dtype=torch.uint8))
+    new = tuple(torch.empty(1, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
+    read_graphs.capture(blocks, new, requests.policy, requests.attention, (8, 32, 64, 128), 32)
+    for number in range(6):  # alone, so that every part fits a width; then together
+        requests.run([220 - 30 * number if i == number else 0 for i in range(6)])
+    requests.mixed(4)
+    requests.check()
+    assert len(runs) > 5, "parts were read this way"
+
+
+def counted(method, calls: list):
+    def call(*arguments):
+        calls.append(arguments)
+        return method(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        (100, [100]),
+        (256, [256]),
+        (300, [256, 300]),
+        (3584, [2048, 3072, 3584]),
+        (20000, [8192, 16384, 18432, 19456, 19968, 20000]),
+    ],
+)
+def test_one_row_is_cut_into_captured_widths(size, expected):
+    assert reads._graph_ends(size) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from ..core.formats import decode
 from ..core.recurrence import read, step
 from ..core.slots import Slots, gain_of
 from ..policy import KV, Policy
-from .block import clear
+from .block import clear, empty_new, zero_empty
+from .read_graphs import graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
 
 
@@ -99,8 +100,12 @@ def attend(
         reads = batch.reads(sizes_of(blocks, query, policy, attention))
         for fit in reads.fits:
             _attend_fitting(blocks, fit, query, key, value, attention, output)
+        graphs = graphs_of(blocks, query, policy, attention)
         for segment in reads.segments:
-            _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
+            if graphs is not None and graphs.fits(segment):
+                graphs.run(blocks, segment, (query, key, value), output)
+            else:
+                _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
 
 
 def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:
@@ -192,18 +197,11 @@ def _read_segment(
 
 
 def _gather(blocks: Slots, segment: Segment, attention: Attention) -> Slots:
-    """The slots of a segment's rows. Memory that was never written may hold anything: empty slots become 0."""
+    """The slots of a segment's rows."""
     rows: dict[str, Any] = {name: tensor[segment.blocks] for name, tensor in blocks.tensors().items()}
-    rows["seen"] = segment.seen.clone()
+    slots = replace(blocks, **rows | {"seen": segment.seen.clone()}, fed=segment.filled)
     if segment.begins:
-        rows["positions"].masked_fill_((segment.seen == 0)[:, None, None], -1)
+        empty_new(slots)
     if segment.partial or attention.window is not None:
-        empty = rows["positions"] < 0
-        stored = empty.repeat_interleave(rows["keys"].shape[1] // empty.shape[1], 1)
-        for name in ("keys", "values", "scales") if blocks.kv else ("keys", "values"):
-            rows[name].masked_fill_(stored[..., None], 0)
-        if blocks.scores is not None:
-            rows["scores"].masked_fill_(empty, 0)
-        if blocks.gains is not None:
-            rows["gains"].masked_fill_(stored, 0)
-    return replace(blocks, **rows, fed=segment.filled)
+        zero_empty(slots)
+    return slots

@@ -87,5 +87,22 @@ def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:
         blocks.scores[index] = torch.where(new, 0, blocks.scores[index])
 
 
+def empty_new(slots: Slots) -> None:
+    """Empty the slots of requests that begin; memory that was never written may hold anything."""
+    slots.positions.masked_fill_((slots.seen == 0)[:, None, None], -1)
+
+
+def zero_empty(slots: Slots) -> None:
+    """What lies in empty slots becomes 0: finite, so that a weight of 0 hides it."""
+    empty = slots.positions < 0
+    stored = empty.repeat_interleave(slots.keys.shape[1] // empty.shape[1], 1)
+    for rows in slots.stored:
+        rows.masked_fill_(stored[..., None], 0)
+    if slots.scores is not None:
+        slots.scores.masked_fill_(empty, 0)
+    if slots.gains is not None:
+        slots.gains.masked_fill_(stored, 0)
+
+
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

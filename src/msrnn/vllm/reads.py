@@ -19,6 +19,7 @@ from ..core.recurrence import CHUNK
 
 _BYTES = 2 << 30  # logits of a chunk and copies of slots, all rows together, that a read may take about
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
+GRAPHS = tuple(TAILS[-1] << power for power in range(6))  # tokens of one row that a CUDA graph reads
 
 
 class Row(NamedTuple):
@@ -144,10 +145,21 @@ def _segments(rows: list[Row], chunk: int, sizes: Sizes) -> list[list[Row]]:
         count = sizes.rows_at_once(min(chunk, _width(rows[0].size, sizes.gpu)))
         some, rows = rows[:count], rows[count:]
         ends = sorted({-(-row.size // chunk) * chunk for row in some})
+        if len(some) == 1 and sizes.gpu:
+            ends = _graph_ends(some[0].size)
         for start, end in pairwise([0, *ends]):
             parts = (_part(row, start, end) for row in some if row.size > start)
             segments.append(list(parts))
     return segments
+
+
+def _graph_ends(size: int) -> list[int]:
+    """Where one row is cut so that every part but the last has as many chunks as a CUDA graph holds."""
+    ends, left = [0], size
+    while left >= GRAPHS[0]:
+        ends.append(ends[-1] + max(width for width in GRAPHS if width <= left))
+        left = size - ends[-1]
+    return [*ends[1:], size] if left else ends[1:]
 
 
 def _part(row: Row, start: int, end: int) -> Row:

@@ -13,7 +13,8 @@ from ..core.attention import Attention
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout
-from .reads import TAILS
+from .read_graphs import capture
+from .reads import GRAPHS, TAILS
 
 _rehearsed: dict[tuple[object, ...], int] = {}
 
@@ -33,8 +34,12 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
     most = sizes_of(blocks, query, layout.policy, attention).rows_at_once(chunk)
     rows = max(1, min(most, tokens // chunk, requests))
     new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
+    widths = [TAILS[0], *(width for width in GRAPHS if width <= tokens)]
+    uncounted = capture(_blocks(layout, 1, query.device), new, layout.policy, attention, widths, chunk)
+    graphs = torch.empty(uncounted, dtype=torch.uint8, device=query.device)  # vLLM counts tensors
     for count, size in ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows})):
         _read(_blocks(layout, count, query.device), layout, new, attention, output, size)
+    del graphs
     _step(_blocks(layout, 1, query.device), layout, new, attention, output, min(requests, tokens))
 
 

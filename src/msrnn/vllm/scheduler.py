@@ -22,6 +22,8 @@ class _Pieces:
         transfer = vllm_config.kv_transfer_config
         self.every = INTERVAL if transfer is None else transfer.kv_connector_extra_config.get(EVERY, INTERVAL)
         self.need_mamba_block_aligned_split = True
+        # Our copies run on the model's stream, after the writes of batches before: blocks are free at once.
+        self.defer_block_free = False
 
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, local_tokens: int = 0, external_tokens: int = 0
