@@ -1,12 +1,13 @@
 """Where the time of one layer's prompt goes inside vLLM, without vLLM: blocks and metadata as vLLM makes them.
 
     python benchmarks/vllm_profile.py --out results/vllm_profile.jsonl          # on a GPU, with nothing beside it
+    python benchmarks/vllm_profile.py --start --out results/vllm_profile.jsonl  # what is compiled at the start
     python benchmarks/vllm_profile.py --small --device cpu                      # to try it
 
-One request reads 4,096 tokens from its first on, or the next 8,192 of a long text (vLLM's batch), and 16 requests read
-512 each. For every case: milliseconds of one layer as the host sees it, the sum of its kernels' times, the number of
-kernels, and the kernels that take most, for several lengths of a chunk, launched one by one and as CUDA graphs. Where
-the wall time is far above the kernels' sum, the host is the limit.
+One request reads 4,096 tokens from its first on, or the next 8,192 of a long text (vLLM's batch); 16 requests read 512
+each, or 32 requests 256. For every case: milliseconds of one layer as the host sees it, the sum of its kernels' times,
+the number of kernels, and the kernels that take most, for several lengths of a chunk, launched one by one and as CUDA
+graphs. Where the wall time is far above the kernels' sum, the host is the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from msrnn.core.slots import Slots
 from msrnn.policy import parse_policy
 from msrnn.system.provenance import command, commit, machine, now, versions
 from msrnn.vllm import batch as batches
-from msrnn.vllm import read_graphs, reads
+from msrnn.vllm import read_graphs, reads, rehearsal
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout
 
@@ -56,13 +57,15 @@ CASES = [
     Case(1, 4096, 0, graphs=True),
     Case(1, 8192, 8192),
     Case(1, 8192, 8192, graphs=True),
+    Case(16, 512, 1024),
+    Case(32, 256, 1024),
+    Case(16, 512, 1024, chunk=512),
     Case(1, 4096, 0, attention="flat"),
     Case(1, 4096, 0, attention="flat", graphs=True),
-    Case(16, 512, 1024),
-    Case(4, 2048, 1024),
     Case(1, 8192, 8192, chunk=512),
     Case(1, 8192, 8192, chunk=512, graphs=True),
-    Case(1, 8192, 8192, chunk=128),
+    Case(4, 2048, 1024),
+    Case(64, 128, 1024, chunk=128),
     Case(1, 8192, 8192, chunk=128, graphs=True),
 ]
 
@@ -71,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--policy", default="tova:512")
+    parser.add_argument("--start", action="store_true", help="instead: what is compiled before the first request")
     parser.add_argument("--small", action="store_true", help="a 32nd of the tokens")
     parser.add_argument("--seconds", type=float, default=600, help="no further case after so long")
     parser.add_argument("--commit", help="where the machine has no git")
@@ -81,6 +85,9 @@ def main() -> None:
     batches.sizes_of = lambda *arguments: sizes_of(*arguments)._replace(gpu=True)  # also where this is tried
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "kind": "vllm profile", "policy": options.policy, "small": options.small}
+    if options.start:
+        write(options.out, about | {"kind": "vllm rehearsal"} | rehearsed(options, device))
+        return
     for case in CASES:
         if time.monotonic() - begin > options.seconds:
             print(f"no time left for {case.name}", flush=True)
@@ -91,9 +98,49 @@ def main() -> None:
             )
         record = measure(case, options.policy, device)
         show(record)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(about | record) + "\n")
+        write(options.out, about | record)
+
+
+def write(path: Path | None, record: dict[str, Any]) -> None:
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def rehearsed(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Seconds of the rehearsal in vLLM's memory profile, and of every kernel that Triton compiled in it."""
+    import triton
+
+    compiled: list[dict[str, Any]] = []
+    last = [time.perf_counter()]
+
+    def before(**about: Any) -> None:
+        last[0] = time.perf_counter()
+
+    def after(*, fn: Any, compile: dict[str, Any], **about: Any) -> None:
+        seconds = time.perf_counter() - last[0]
+        shown = {name: str(compile.get(name))[:300] for name in ("num_warps", "constants", "configs")}
+        compiled.append({"name": fn.name, "seconds": round(seconds, 3)} | shown)
+
+    triton.knobs.runtime.jit_cache_hook = before
+    triton.knobs.runtime.jit_post_compile_hook = after
+    policy, attention = parse_policy(options.policy), Attention(SIZE**-0.5)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    new = tokens(Case(1, 8192 // (32 if options.small else 1), 0), dtype, device)
+    begin = time.perf_counter()
+    rehearsal.rehearse(
+        Layout(policy, HEADS, KV_HEADS, SIZE, SIZE, dtype), *new, attention, 16 if options.small else 512
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    total = time.perf_counter() - begin
+    print(f"rehearsal {total:.1f} s, {len(compiled)} kernels compiled in {sum(k['seconds'] for k in compiled):.1f} s")
+    for kernel in compiled:
+        print(
+            f"    {kernel['seconds']:6.2f} s {kernel['name']} {kernel['num_warps']} {kernel['constants'][:150]}",
+            flush=True,
+        )
+    return {"seconds": total, "compiled": compiled, "parts": dict(rehearsal.seconds)}
 
 
 def measure(case: Case, policy_text: str, device: torch.device) -> dict[str, Any]:

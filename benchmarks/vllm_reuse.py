@@ -134,8 +134,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     return common | {"compilation_config": sizes} | _memory()
 
 
-def _memory() -> dict[str, int]:
-    return {"kv_cache_memory_bytes": 2 << 30}
+def _memory() -> dict[str, float]:
+    return {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.25}
 
 
 def prompts(options: argparse.Namespace, turn: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -17,8 +18,10 @@ from . import refusals, settings
 from .backend import Metadata, backend_for
 from .batch import attend
 from .block import Layout
-from .rehearsal import rehearse
+from .rehearsal import rehearse, seconds
 from .shard import attention_of
+
+logger = init_logger("vllm.msrnn")
 
 
 class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
@@ -93,7 +96,11 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         """On a GPU: compile what requests will need, and take as much memory as they will, so that vLLM counts it."""
         if query.is_cuda:
             layout = self.layout(layer, query.dtype)
+            before = sum(seconds.values())
             rehearse(layout, query, key, value, self.attention, self._config.scheduler_config.max_num_seqs)
+            if (total := sum(seconds.values())) > before:
+                parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items())
+                logger.info("kernels compiled and reads captured in %.1f s so far (%s)", total, parts)
 
     def layout(self, layer: Any, dtype: torch.dtype | None = None) -> Layout:
         dtype = layer.kv_cache.dtype if dtype is None else dtype

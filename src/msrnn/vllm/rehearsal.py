@@ -6,17 +6,25 @@ when they are first used: both happen here, so that neither comes as a surprise 
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..core.attention import Attention
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout
+from .compilation import compiling_only
 from .read_graphs import capture
 from .reads import GRAPHS, TAILS
 
 _rehearsed: dict[tuple[object, ...], int] = {}
+seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
 
 
 def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int) -> None:
@@ -29,18 +37,35 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
     if _rehearsed.get(alike, 0) >= tokens:
         return
     _rehearsed[alike] = tokens
-    chunk = TAILS[-1]
-    blocks = _blocks(layout, 1, query.device)
-    most = sizes_of(blocks, query, layout.policy, attention).rows_at_once(chunk)
+    device, chunk, new = query.device, TAILS[-1], (query, key, value)
+    output = query.new_empty(*query.shape[:2], value.shape[2])
+    most = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention).rows_at_once(chunk)
     rows = max(1, min(most, tokens // chunk, requests))
-    new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
+    reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
+    if query.is_cuda and kernels.compiled("cuda"):
+        with _timed("compiling", device), compiling_only():
+            for count, size in reads:
+                _read(_blocks(layout, count, device), layout, new, attention, output, size)
+            _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
     widths = [TAILS[0], *(width for width in GRAPHS if width <= tokens)]
-    uncounted = capture(_blocks(layout, 1, query.device), new, layout.policy, attention, widths, chunk)
-    graphs = torch.empty(uncounted, dtype=torch.uint8, device=query.device)  # vLLM counts tensors
-    for count, size in ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows})):
-        _read(_blocks(layout, count, query.device), layout, new, attention, output, size)
+    with _timed("graphs", device):
+        uncounted = capture(_blocks(layout, 1, device), new, layout.policy, attention, widths, chunk)
+    graphs = torch.empty(uncounted, dtype=torch.uint8, device=device)  # vLLM counts tensors
+    with _timed("reads", device):
+        for count, size in reads:
+            _read(_blocks(layout, count, device), layout, new, attention, output, size)
     del graphs
-    _step(_blocks(layout, 1, query.device), layout, new, attention, output, min(requests, tokens))
+    with _timed("steps", device):
+        _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
+
+
+@contextmanager
+def _timed(part: str, device: torch.device) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds[part] += time.perf_counter() - begin
 
 
 def _blocks(layout: Layout, count: int, device: torch.device) -> Slots:
