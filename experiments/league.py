@@ -16,10 +16,24 @@ import argparse
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from books import Losses, Sums, interval, load_model, measurements_path, novels, options, records, save, show, split
+from books import (
+    Losses,
+    Sums,
+    Texts,
+    interval,
+    load_model,
+    measurements_path,
+    novels,
+    options,
+    records,
+    save,
+    show,
+    split,
+)
 
 from msrnn.analysis.league import league_table
 from msrnn.analysis.records import read_results
@@ -36,11 +50,14 @@ from msrnn.policy import parse_policy, split_policy
 
 BUILT_IN = ("window+4", "h2o", "h2o-layer", "tova", "tova-head", "fade", "tova,gain=value_norm", "fade,gain=value_norm")
 RULES = (
-    "random", "key_norm", "value_norm", "key_difference", "lagged", "window_attention", "redundancy", "output_aware",
+    "random", "key_norm", "value_norm", "key_difference", "redundancy", "lagged", "window_attention", "output_aware",
 )  # fmt: skip
 FRAMES = ("{}", "{}-head+4,last=1/2")
 FADING = ("output_aware-head,last=1/2,momentum=1-1.5/k", "window_attention-head,last=1/2")
-SCORES = ("tova", "fade", "tova,gain=value_norm", "fade,gain=value_norm", "output_aware", FADING[0])
+SCORES = (
+    *("tova", "fade", "tova,gain=value_norm", "fade,gain=value_norm", FADING[0], "output_aware", FADING[1]),
+    *("h2o", "window+4"),
+)  # fmt: skip
 NEEDLE = needle.Settings(lengths=(1024, 2048), repeats=10)
 TURNS = turns.Settings(turns=(0, 2, 4, 8), conversations=40)
 
@@ -108,6 +125,12 @@ def league(halves: Halves, capacity: int, scores_only: bool) -> list[str]:
     return players
 
 
+def with_all_rules(players: Sequence[str], capacity: int) -> list[str]:
+    """A rule whose perplexity is not measured yet stands in fade's frame, the better one of every rule so far."""
+    present = {split_policy(policy).kind.split("-")[0] for policy in players}
+    return [*players, *(sized(frames(rule)[-1], capacity) for rule in RULES if rule not in present)]
+
+
 def table(halves: Halves, players: Sequence[str], capacity: int) -> str:
     tova = f"tova:{capacity}"
     lines = [f"{'policy':58} {'choosing':>9} {'gap on the reporting half':>26} {'relative to tova':>26}"]
@@ -127,6 +150,13 @@ def half_records(halves: Halves, policies: Iterable[str], settings: dict[str, An
         ours = records(part, f"league-{half}", labels, settings | {"books": names})  # type: ignore[arg-type]
         found += [replace(record, cell={"half": half}) for record in ours]
     return found
+
+
+def chunks(tokenizer: Any, books: Sequence[Path], arguments: argparse.Namespace) -> Texts:
+    """Chunks of every book, each after BOS where the tokenizer has one."""
+    bos = torch.tensor(tokenizer("")["input_ids"], dtype=torch.long)
+    texts = novels(tokenizer, books, arguments.length - len(bos), arguments.chunks)
+    return {name: torch.cat([bos.expand(len(rows), -1), rows], 1) for name, rows in texts.items()}
 
 
 class _Half:
@@ -197,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="*", default=["needle", "turns"], help="besides perplexity")
     parser.add_argument("--prompts", type=int, default=200, help="prompts read at once")
     parser.add_argument("--scores", action="store_true", help="only the scores that might become presets")
+    parser.add_argument("--recall", action="store_true", help="only the other tasks; perplexity as measured before")
     parser.add_argument("--table", action="store_true", help="print the table of docs/league.md from the records")
     parser.add_argument("--limit", type=int, help="so many books of each half: a trial")
     arguments = parser.parse_args()
@@ -215,9 +246,9 @@ def main() -> None:
         check_graphs()
     model, tokenizer = load_model(arguments)
     choosing, reporting = (books[: arguments.limit] for books in split(arguments.data))
-    texts = novels(tokenizer, [*choosing, *reporting], arguments.length, arguments.chunks)
+    texts = chunks(tokenizer, [*choosing, *reporting], arguments)
     losses = Losses(model, texts, arguments.batch, measurements_path(arguments, "pg19"), "both halves")
-    halves = Halves(losses, [book.stem for book in choosing], deadline)
+    halves = Halves(losses, [book.stem for book in choosing], time.monotonic() if arguments.recall else deadline)
     halves.measure(["full"])
     settings = {"length": arguments.length, "chunks": arguments.chunks}
     for capacity in arguments.capacity:
@@ -225,6 +256,8 @@ def main() -> None:
         print(f"\n{capacity} slots, {len(losses.texts)} books\n{table(halves, players, capacity)}\n", flush=True)
         measured = [sized(kind, capacity) for kind in kinds(arguments.scores)]
         save(arguments.out, half_records(halves, [p for p in measured if p in losses.measurements], settings))
+        if arguments.recall and not arguments.scores:
+            players = with_all_rules(players, capacity)
         for task in arguments.tasks if capacity == arguments.capacity[0] else ():
             recall(task, players, arguments, model, tokenizer, deadline)
 

@@ -4,8 +4,8 @@
 
 Every part has a limit of its own and is skipped when the time is up; records of a part that was cut cover the samples
 that all policies have finished. The same command goes on where it stopped, as long as the output folder is there.
-`--gguf FILE` and `--tokenizer FOLDER` name what experiments/tinyllama.py made (default: its cache). `--tiny` runs
-everything at a small size, to see that it works.
+`--model FOLDER` is the model that experiments/tinyllama.py made (default: in its cache). `--tiny` runs everything at a
+small size, to see that it works.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from books import split
-from tinyllama import NAME, gguf_file
+from tinyllama import NAME, gguf_file, model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msrnn
@@ -36,7 +36,9 @@ from msrnn.eval.record import Record, write_records
 from msrnn.eval.run import run
 
 FEW = ("full", "tova", "window+4", "h2o", "fade")
+EIGHT_BIT = ("fade:496,kv=int8", "fade:992,kv=int8")  # in the bytes of 256 and 512 plain slots, at a head size of 64
 CONTEXT = 2048
+SIZES = (128, 256, 512)  # averages of the profile
 
 
 class TimeIsUp(Exception):
@@ -51,7 +53,8 @@ class Session:
     tokenizer: Any
     options: argparse.Namespace
     end: float
-    name: str = "tinyllama"
+    best: tuple[str, ...]  # in the bytes of 256 and of 512 plain slots
+    name: str
 
     @property
     def out(self) -> Path:
@@ -102,28 +105,53 @@ def pg19_more(session: Session, limit: float) -> None:
 
 
 def profile(session: Session, limit: float) -> None:
-    """A profile from the development half of the books, then PG-19 with it."""
-    start, tiny = time.monotonic(), session.options.tiny
+    """A profile from the development half of the books: the layers' curves first, then a round of joint moves."""
+    tiny, names = session.options.tiny, [book.name for book in split(Path(session.options.data))[0]]
+    grid = (16, 64) if tiny else (32, 128, 512, 1024)
+    chunks = profile_chunks(session)
+    deadline = time.monotonic() + min(limit, session.left())
+    for rounds in (0, 1):
+        settings = Settings("tova", grid, rounds, len(chunks))
+        meter = Meter(session.model, chunks, settings, f"{session.profile}.measured.jsonl")
+        meter.on_measured = partial(_within, deadline)
+        document = calibrate(meter, [64] if tiny else SIZES, {"names": names}, msrnn.__version__)
+        session.profile.write_text(dump(document))
+        print(f"  {rounds} rounds: {document['losses']}", flush=True)
+
+
+def profile_chunks(session: Session) -> torch.Tensor:
+    """[N, T]: some chunks of each book of the development half, each after BOS."""
     books, _ = split(Path(session.options.data))
-    length, grid = (128, (16, 64)) if tiny else (CONTEXT, (32, 128, 512, 1024))
+    length, each = (128, 1) if session.options.tiny else (CONTEXT, 4)
     bos = session.tokenizer("")["input_ids"]
-    ids = [session.tokenizer(book.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"] for book in books]
-    rows = torch.cat([chunks_of(one, length - len(bos), 1) for one in ids[: 2 if tiny else None]])
-    chunks = torch.cat([torch.tensor(bos, dtype=rows.dtype).expand(len(rows), -1), rows], 1)
-    settings = Settings("tova", grid, 0, len(chunks))
-    meter = Meter(session.model, chunks, settings, f"{session.profile}.measured.jsonl")
-    deadline = time.monotonic() + 0.6 * min(limit, session.left())
-    meter.on_measured = partial(_within, deadline)
-    text = {"names": [book.name for book in books]}
-    made = calibrate(meter, [64] if tiny else [128, 256, 512], text, msrnn.__version__)
-    session.profile.write_text(dump(made))
-    kinds = [f"{kind}:{size},profile={session.profile}" for kind in ("tova", "fade") for size in made_sizes(tiny)]
-    rest = limit - (time.monotonic() - start)
-    session.eval(rest, task="pg19", chunk=2 * length if tiny else length, chunks_per_book=6, policies=["full", *kinds])
+    texts = [book.read_text(encoding="utf-8") for book in books[: 2 if session.options.tiny else None]]
+    ids = [session.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    rows = torch.cat([chunks_of(one, length - len(bos), each) for one in ids])
+    return torch.cat([torch.tensor(bos, dtype=rows.dtype).expand(len(rows), -1), rows], 1)
 
 
-def made_sizes(tiny: bool) -> list[int]:
-    return [64] if tiny else [128, 256, 512]
+def with_profile(session: Session, *kinds: str) -> list[str]:
+    if not session.profile.is_file():
+        raise TimeIsUp("there is no profile yet")
+    return [f"{kind},profile={session.profile}" for kind in kinds]
+
+
+def pg19_profile(session: Session, limit: float) -> None:
+    """PG-19 with the profile, and slots of 8 bits in the same bytes."""
+    sizes = [64] if session.options.tiny else SIZES
+    policies = with_profile(session, *(f"{kind}:{size}" for size in sizes for kind in ("tova", "fade")))
+    policies += [*session.best, *with_profile(session, *session.best)]
+    chunk = 256 if session.options.tiny else CONTEXT
+    session.eval(limit, task="pg19", chunk=chunk, chunks_per_book=6, policies=["full", *policies])
+
+
+def recall_profile(session: Session, limit: float) -> None:
+    """Needles, then facts in conversations, with the profile."""
+    sizes = [64] if session.options.tiny else (256, 512)
+    policies = ["full", *with_profile(session, *(f"{kind}:{size}" for size in sizes for kind in ("tova", "fade")))]
+    policies += with_profile(session, *session.best)
+    session.eval(limit / 2, **NEEDLE | {"lengths": [256]} if session.options.tiny else NEEDLE, policies=policies)
+    session.eval(limit / 2, **TURNS | {"turns": [0, 1]} if session.options.tiny else TURNS, policies=policies)
 
 
 def _within(deadline: float, description: str, loss: float) -> None:
@@ -133,7 +161,7 @@ def _within(deadline: float, description: str, loss: float) -> None:
 
 def ruler(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 2048), samples: int = 10) -> None:
     lengths, samples = ((1024,), 1) if session.options.tiny else (lengths, samples)
-    policies, capacities = list(FEW), [128] if session.options.tiny else [256, 512]
+    policies, capacities = [*FEW, *session.best], [128] if session.options.tiny else [256, 512]
     session.eval(
         limit, task="ruler", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities, batch=120
     )
@@ -141,25 +169,25 @@ def ruler(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 2048
 
 def babilong(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 1984), samples: int = 20) -> None:
     lengths, samples = ((512,), 1) if session.options.tiny else (lengths, samples)
-    policies, capacities = list(FEW), [128] if session.options.tiny else [256, 512]
+    policies, capacities = [*FEW, *session.best], [128] if session.options.tiny else [256, 512]
     session.eval(
         limit, task="babilong", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities,
         batch=120,
     )  # fmt: skip
 
 
+NEEDLE = {"task": "needle", "lengths": [1024, 2000], "repeats": 6, "batch": 60}
+TURNS = {"task": "turns", "turns": [0, 2, 4, 7], "conversations": 30, "batch": 60}
+
+
 def needle(session: Session, limit: float) -> None:
-    lengths = [256] if session.options.tiny else [1024, 2000]
-    capacities = [128] if session.options.tiny else [256, 512, 1024]
-    session.eval(limit, task="needle", lengths=lengths, repeats=6, policies=list(FEW), capacities=capacities, batch=60)
+    table = NEEDLE | {"lengths": [256]} if session.options.tiny else NEEDLE
+    session.eval(limit, **table, policies=list(FEW), capacities=[128] if session.options.tiny else [256, 512, 1024])
 
 
 def turns(session: Session, limit: float) -> None:
-    between = [0, 1] if session.options.tiny else [0, 2, 4, 7]
-    capacities = [128] if session.options.tiny else [256, 512, 1024]
-    session.eval(
-        limit, task="turns", turns=between, conversations=30, policies=list(FEW), capacities=capacities, batch=60
-    )
+    table = TURNS | {"turns": [0, 1]} if session.options.tiny else TURNS
+    session.eval(limit, **table, policies=list(FEW), capacities=[128] if session.options.tiny else [256, 512, 1024])
 
 
 def documents(task: str, new_tokens: int, session: Session, limit: float) -> None:
@@ -180,10 +208,10 @@ def extrapolation(session: Session, limit: float) -> None:
     """Past the trained length, with plain positions and compressed gaps; float32, for keys are re-rotated often."""
     session.model.to(torch.float32)
     length = 512 if session.options.tiny else 16384
-    policies = ["window+4:512", "tova:512", "fade:512"]
+    policies = ["full", "window+4:512", "tova:512", "fade:512"]
     session.eval(
-        limit, task="extrapolation", length=length, bin=length // 8, positions=["plain", "gaps"], books=8, batch=8,
-        policies=policies,
+        limit, task="extrapolation", length=length, bin=length // 16, positions=["gaps", "plain"], books=8, batch=8,
+        policies=policies, full_tokens=length // 2,
     )  # fmt: skip
     session.model.to(getattr(torch, session.options.dtype))
 
@@ -194,40 +222,39 @@ def retention(session: Session, limit: float) -> None:
     paths = sorted(Path(session.options.data, "pg19").glob("*.txt"))[: 1 if session.options.tiny else 8]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     length, policies = (256, ["tova:64"]) if session.options.tiny else (CONTEXT, ["tova:256", "fade:256"])
-    records = measure(session.model, session.tokenizer, texts, policies, length=length, words=False)
+    records = measure(session.model, session.tokenizer, texts, policies, length=length)
     write_records(session.out, records)
     print(f"  {len(records)} records", flush=True)
 
 
 PARTS: dict[str, tuple[float, Callable[[Session, float], None]]] = {
     "pg19": (100, pg19),
-    "ruler": (70, ruler),
-    "profile": (70, profile),
+    "ruler": (150, ruler),
+    "profile": (150, profile),
+    "pg19_profile": (90, pg19_profile),
+    "recall_profile": (80, recall_profile),
     "needle": (40, needle),
-    "turns": (30, turns),
-    "qasper": (50, partial(documents, "qasper", 128)),
-    "babilong": (30, babilong),
-    "story": (60, story),
-    "retention": (20, retention),
-    "extrapolation": (60, extrapolation),
-    "squality": (60, partial(documents, "squality", 384)),
-    "pg19_more": (90, pg19_more),
+    "turns": (60, turns),
+    "qasper": (90, partial(documents, "qasper", 128)),
+    "babilong": (60, babilong),
+    "story": (90, story),
+    "retention": (40, retention),
+    "extrapolation": (90, extrapolation),
+    "squality": (120, partial(documents, "squality", 384)),
+    "pg19_more": (120, pg19_more),
 }
 SMOLLM = {
-    "smollm_ruler": (100.0, partial(ruler, lengths=(1024, 2048, 4096), samples=10)),
-    "smollm_babilong": (40.0, partial(babilong, lengths=(1024, 2048, 4096), samples=20)),
+    "smollm_ruler": (300.0, partial(ruler, lengths=(1024, 2048, 4096), samples=10)),
+    "smollm_babilong": (150.0, partial(babilong, lengths=(1024, 2048, 4096), samples=20)),
 }
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The weights from the GGUF file, the tokenizer from a folder: transformers takes 40 s to rebuild it from GGUF."""
-    gguf = Path(options.gguf) if options.gguf else gguf_file(Path(options.parts) if options.parts else None)
-    folder = options.tokenizer or str(gguf.parent / NAME)
+    """The converted model, under its own name wherever its folder is."""
+    folder = options.model or str(model_folder(gguf_file()))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
-    converted = Path(folder, "model.safetensors").is_file()
-    source = (folder, {}) if converted else (str(gguf.parent), {"gguf_file": gguf.name})
-    model = AutoModelForCausalLM.from_pretrained(source[0], dtype=options.dtype, **source[1])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.dtype)
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.name_or_path = NAME
@@ -254,9 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="a folder for records")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--only", nargs="+", choices=[*PARTS, *SMOLLM], help="these parts, in this order")
-    parser.add_argument("--gguf")
-    parser.add_argument("--parts", help="a folder with the parts of the GGUF file")
-    parser.add_argument("--tokenizer")
+    parser.add_argument("--model", help="the folder that experiments/tinyllama.py made")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
@@ -268,18 +293,23 @@ def main() -> None:
     options = arguments()
     end = time.monotonic() + options.seconds
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    for name in ("data", "out", "gguf", "parts", "tokenizer"):
+    for name in ("data", "out", "model"):
         path = getattr(options, name)
         setattr(options, name, path and str(Path(path).expanduser().resolve()))
     os.chdir(options.out)  # so that the profile's name in the records has no folder
     names = options.only or list(PARTS)
     own = [name for name in names if name in PARTS]
     others = [name for name in names if name in SMOLLM]
-    for parts, loader, label in ((own, load, "tinyllama"), (others, load_smollm, "smollm")):
+    eight_bit = ("fade:48,kv=int8",) if options.tiny else EIGHT_BIT
+    shipped = tuple(f"{policy},profile=SmolLM2-135M-Instruct" for policy in eight_bit)
+    for parts, loader, label, best in (
+        (own, load, "tinyllama", eight_bit),
+        (others, load_smollm, "smollm", shipped),
+    ):
         if not parts or time.monotonic() > end:
             continue
         start = time.monotonic()
-        session = Session(*loader(options), options, end, label)
+        session = Session(*loader(options), options, end, best, label)
         print(f"{label} loaded in {time.monotonic() - start:.1f} s", flush=True)
         for name in parts:
             if session.left() < 5:
