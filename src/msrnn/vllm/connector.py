@@ -75,6 +75,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.copies = Copies()
         self.layers = vllm_config.compilation_config.static_forward_context
         model = vllm_config.model_config
+        settings.resolve(model)
         for prefix in self.prefixes.values():
             prefix.check(model.model, model.revision, model.dtype, [str(policy) for policy in settings.policies()])
         # In the scheduler:

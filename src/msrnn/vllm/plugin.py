@@ -19,7 +19,7 @@ class Refused(ValueError):
 
 def install() -> None:
     """Override every backend that vLLM could choose, so that none of its choices is unbounded."""
-    settings.policies()  # a policy that cannot be parsed ends the start here
+    settings.check()  # a policy that cannot be parsed ends the start here
     check_version(vllm_version())
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

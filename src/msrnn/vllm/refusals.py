@@ -10,6 +10,7 @@ from .plugin import Refused
 
 def check(config: Any) -> None:
     """config: vLLM's whole configuration."""
+    settings.resolve(config.model_config)
     for unsupported, reason in _reasons(config):
         if unsupported:
             raise Refused(f"msrnn cannot bound this: {reason}")

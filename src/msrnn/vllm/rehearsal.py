@@ -19,7 +19,6 @@ from ..core.attention import Attention
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout
-from .compilation import compiling_only
 from .read_graphs import capture
 from .reads import GRAPHS, TAILS
 
@@ -43,6 +42,8 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
     rows = max(1, min(most, tokens // chunk, requests))
     reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
     if query.is_cuda and kernels.compiled("cuda"):
+        from ..kernels.triton.compilation import compiling_only
+
         with _timed("compiling", device), compiling_only():
             for count, size in reads:
                 _read(_blocks(layout, count, device), layout, new, attention, output, size)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
-from ..policy import Plan, Policy, parse_policy
+from ..policy import Plan, Policy, is_best, parse_policy, recommended, split_policy
 from . import POLICY
 
 _SEPARATOR = ";"
@@ -15,6 +16,26 @@ def write(plan: Plan) -> str:
     """A plan as text for the environment: one policy for all layers, or one per layer."""
     texts = [str(policy) for policy in plan.policies]
     return texts[0] if plan.uniform else _SEPARATOR.join(texts)
+
+
+def check() -> None:
+    """Refuse a policy in the environment that no model could run."""
+    text = os.environ.get(POLICY, "")
+    parse(recommended(split_policy(text)).policy if is_best(text) else text)
+
+
+def resolve(model: Any) -> None:
+    """Put in this process's environment what `best:256` stands for on vLLM's model configuration `model`."""
+    text = os.environ.get(POLICY, "")
+    if not is_best(text):
+        return
+    from ..budgets.profile import plan_for
+    from ..hf import best
+    from ..hf.geometry import geometry
+
+    origin = {"dtype": model.dtype, "length": model.max_model_len, "revision": model.revision}
+    policy = best.resolve(text, model.hf_config, **origin)
+    os.environ[POLICY] = write(plan_for(policy, len(geometry(model.hf_config))))
 
 
 def policies() -> tuple[Policy, ...]:

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled side by side before they are first used; one after the other would take most of a minute."""
+"""Kernels compiled side by side before they are first used; one after the other would take most of a minute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import triton
+from triton.runtime.jit import JITFunction
 
 _THREADS = min(16, os.cpu_count() or 1)
 
@@ -17,9 +20,6 @@ def compiling_only() -> Iterator[None]:
 
     What cannot be compiled says so when it is launched.
     """
-    import triton
-    from triton.runtime.jit import JITFunction
-
     launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
