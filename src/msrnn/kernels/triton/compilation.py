@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import triton
@@ -25,9 +25,15 @@ def compiling_only() -> Iterator[None]:
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *arguments, grid=grid, warmup=True, **options)
 
-    with ThreadPoolExecutor(_THREADS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    with ThreadPoolExecutor(_THREADS) as threads, _on(threads):
         JITFunction.run = compile_only
         try:
             yield
         finally:
             JITFunction.run = launch
+
+
+def _on(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
+    """Triton's own way to compile on threads; versions without it compile in this one."""
+    mode: Any = getattr(triton, "AsyncCompileMode", None)
+    return nullcontext() if mode is None else mode(threads, ignore_errors=True)
