@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,19 @@ KVPRESS = tuple(f"kvpress {n}" for n in ("TOVA", "SnapKV", "KeyDiff", "expected 
 RUNS = {
     "peers_msrnn.py": (
         *("transformers full", "msrnn tova", "msrnn fade", "msrnn h2o", "msrnn window+4"),
-        "transformers sliding",
+        *("msrnn fade, 8 bits, profile", "transformers sliding"),
     ),
     "peers_kvpress.py": KVPRESS,
 }
 MEMORY_RUNS = {
-    "peers_msrnn.py": ("transformers full", "transformers static", "transformers sliding", "msrnn tova", "msrnn fade"),
-    "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV"),
+    "peers_msrnn.py": (
+        *("transformers full", "transformers static", "transformers sliding"),
+        *("msrnn tova", "msrnn fade", "msrnn fade, 8 bits, profile"),
+    ),
+    "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
 }
-KEEP_ALL = ("transformers full", "transformers static")
+QUANTISED = ("transformers quantised, 4 bits", "transformers quantised, 2 bits")  # where optimum-quanto is installed
+KEEP_ALL = ("transformers full", "transformers static", *QUANTISED)
 RULER_KINDS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "vt")
 NEW_TOKENS = 64
 Job = dict[str, Any]
@@ -112,6 +117,8 @@ def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Results:
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     out = options.work / f"{part}.{options.capacity}.results.jsonl"
     for script, runs in (MEMORY_RUNS if part == "memory" else RUNS).items():
+        if "kvpress" not in script and find_spec("optimum.quanto" if find_spec("optimum") else "optimum"):
+            runs += QUANTISED
         python = options.kvpress if "kvpress" in script else sys.executable
         if not Path(python).exists():
             print(f"{script} is left out: there is no {python}; run `make .venv-kvpress/.installed`")

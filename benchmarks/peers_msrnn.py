@@ -1,10 +1,13 @@
-"""msrnn's policies, and the caches of transformers itself, on the jobs of benchmarks/peers.py."""
+"""msrnn's policies, and the caches of transformers itself, on the jobs of benchmarks/peers.py.
+
+transformers' quantised caches hold all tokens, in 4 or 2 bits, and the newest 128 as they are.
+"""
 
 from contextlib import nullcontext
 from importlib.metadata import version
 
 from peers_work import serve
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 import msrnn
@@ -15,6 +18,17 @@ ROOM = 192  # new tokens that a static cache has room for
 
 def bounded(policy):
     return lambda model, length, capacity: (msrnn.cache(model, f"{policy}:{capacity}"), nullcontext())
+
+
+def eight_bit(model, length, capacity):
+    """As many 8-bit slots as the bytes of `capacity` plain ones hold, in the layers where the profile wants them."""
+    plain = 2 * model.config.head_dim * model.dtype.itemsize
+    slots = capacity * plain // (2 * (model.config.head_dim + 2))  # a scale of 16 bits for each key and each value
+    return msrnn.cache(model, f"fade:{slots},kv=int8,profile=SmolLM2-135M-Instruct"), nullcontext()
+
+
+def quantised(bits):
+    return lambda model, length, capacity: (QuantizedCache("quanto", model.config, nbits=bits), nullcontext())
 
 
 def sliding(model, length, capacity):
@@ -30,6 +44,9 @@ RUNS["transformers static"] = lambda model, length, capacity: (
     nullcontext(),
 )
 RUNS["transformers sliding"] = sliding
+RUNS["transformers quantised, 4 bits"] = quantised(4)
+RUNS["transformers quantised, 2 bits"] = quantised(2)
+RUNS["msrnn fade, 8 bits, profile"] = eight_bit
 
 if __name__ == "__main__":
     serve(RUNS, {name: version(name) for name in ("msrnn", "transformers", "torch")})
