@@ -75,7 +75,11 @@ def main() -> None:
     parser.add_argument("--graphs", help="cudagraph_mode, vLLM's default if not given, e.g. FULL_DECODE_ONLY")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
-    parser.add_argument("--profile", help="write a torch profile of the first load of each engine into this folder")
+    parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
+    parser.add_argument("--profile", help="write torch profiles of --profile-loads, run once more, into this folder")
+    parser.add_argument("--profile-loads", nargs="+", default=["one-4096"])
+    parser.add_argument("--wait", help="measure when this file does not exist, and have it meanwhile; see --together")
+    parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path)
@@ -91,14 +95,37 @@ def main() -> None:
     if options.one:
         measure(options, options.one)
         return
-    failed = []
-    for engine in options.engines:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
-        if subprocess.run(command).returncode:
-            failed.append(engine)
+    failed = run_together(options) if options.together else run_in_turn(options)
     summary(options.out)
     if failed:
         raise SystemExit(f"these engines failed: {', '.join(failed)}")
+
+
+def run_in_turn(options: argparse.Namespace) -> list[str]:
+    """One engine after the other -> those that failed."""
+    return [engine for engine in options.engines if subprocess.run(_command(engine)).returncode]
+
+
+def run_together(options: argparse.Namespace) -> list[str]:
+    """All engines start at the same time; only one of them measures at a time -> those that failed."""
+    turns = [tempfile.mktemp(prefix="turn-") for _ in options.engines]
+    for turn in turns[1:]:
+        Path(turn).touch()
+    running = [
+        subprocess.Popen([*_command(engine), "--wait", turn])
+        for engine, turn in zip(options.engines, turns, strict=True)
+    ]
+    failed = []
+    for number, (engine, process) in enumerate(zip(options.engines, running, strict=True)):
+        if process.wait():
+            failed.append(engine)
+        if number + 1 < len(turns):
+            Path(turns[number + 1]).unlink()
+    return failed
+
+
+def _command(engine: str) -> list[str]:
+    return [sys.executable, __file__, *sys.argv[1:], "--one", engine]
 
 
 def measure(options: argparse.Namespace, engine: str) -> None:
@@ -112,27 +139,50 @@ def measure(options: argparse.Namespace, engine: str) -> None:
     shared = conditions(options, engine)
     llm, start_s = start(options, engine)
     about = shared | memory_of(llm) | {"start_s": round(start_s, 1)}
-    write(options.out, about | {"kind": "vllm start"})
+    write(options.out, about | {"kind": "vllm start"} | start_parts(llm))
+    while options.wait and Path(options.wait).exists():
+        time.sleep(0.1)
+    begin = begin if options.wait is None else time.monotonic()
     attention = None
     for turn, load in rounds(options):
         if time.monotonic() - begin > share:
             print(f"{engine}: out of time before {load.name} of round {turn + 1}", flush=True)
-            return
+            break
         if load.attention != attention:
             set_weights(llm, load.attention)
             run_load(llm, Load(2, 600, 4), seed=1)  # whatever comes first after a start
             attention = load.attention
-        profiled = options.profile and turn == 0 and load == chosen(options)[0]
-        figures = run_load(llm, load, seed=turn, profile=options.profile if profiled else None)
+        figures = run_load(llm, load, seed=turn)
         figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
         figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
         write(options.out, about | {"kind": "vllm load"} | figures)
+    if options.profile:
+        profile_loads(options, llm)
+
+
+def profile_loads(options: argparse.Namespace, llm: Any) -> None:
+    """Some loads once more, under the profiler, with steady attention."""
+    set_weights(llm, "steady")
+    for load in chosen(options):
+        if load.name in options.profile_loads and load.attention == "steady":
+            run_load(llm, load, seed=0)
+            run_load(llm, load, seed=0, profile=options.profile)
+
+
+def start_parts(llm: Any) -> dict[str, Any]:
+    """What the start's seconds went to, as far as it is known."""
+    from msrnn.vllm import rehearsal
+
+    config = llm.llm_engine.vllm_config.compilation_config
+    parts = {f"rehearsal: {part}": round(taken, 2) for part, taken in rehearsal.seconds.items()}
+    return {"parts": parts | {"torch.compile": getattr(config, "compilation_time", None)}}
 
 
 def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
     """Every load in its rounds: steady attention first, then the long ones, once."""
     loads = sorted(chosen(options), key=lambda load: load.attention == "flat")
     often = [(turn, load) for turn in range(options.rounds) for load in loads if not load.once]
+    often = [(turn, load) for turn, load in often if not turn or load.name not in options.once]
     often.sort(key=lambda pair: pair[1].attention == "flat")
     return often + [(0, load) for load in loads if load.once]
 

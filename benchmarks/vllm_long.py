@@ -268,10 +268,9 @@ async def _answers(url: str, texts: list[list[int]], at_once: int) -> list[Answe
     """What is written for each text, streamed, so many requests at a time."""
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1200)
     gate = asyncio.Semaphore(at_once)
 
-    async def answer(ids: list[int]) -> Answer:
+    async def answer(client: AsyncOpenAI, ids: list[int]) -> Answer:
         extra = {"ignore_eos": True, "return_token_ids": True}
         tokens, margins = [], []  # type: list[int], list[float]
         async with gate:
@@ -285,7 +284,8 @@ async def _answers(url: str, texts: list[list[int]], at_once: int) -> list[Answe
                     margins += [_margin(best) for best in logprobs.top_logprobs] if logprobs else []
         return Answer(tokens, margins)
 
-    return list(await asyncio.gather(*map(answer, texts)))
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1200) as client:
+        return list(await asyncio.gather(*(answer(client, text) for text in texts)))
 
 
 def _margin(best: dict[str, float]) -> float:
