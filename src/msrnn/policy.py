@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from .system.sizes import parse_bytes
 
@@ -24,7 +24,10 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 GAINS: tuple[Gain, ...] = get_args(Gain)
 KVS: tuple[KV, ...] = get_args(KV)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
-_EXAMPLES = "tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, full"
+_BEST = "best"
+_EXAMPLES = (
+    "best:512, tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, full"
+)
 
 
 @dataclass(frozen=True)
@@ -202,13 +205,15 @@ def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | Slot
     `slot_bytes` is what one token costs over all layers.
     """
     parts = split_policy(text)
+    if is_best(text):
+        raise ValueError(f"{text!r} depends on the model; give it to msrnn.cache or msrnn.RNN (msrnn info shows it)")
     if parts.profile:
         raise ValueError(f"{text!r} has a profile, so it is one policy per layer; give it to msrnn.cache or msrnn.RNN")
     form = _Form.read(text)
     if form.name == "full":
         return form.build(None)
     cost = slot_bytes.of(form.kv) if isinstance(slot_bytes, SlotBytes) else slot_bytes
-    return form.build(_capacity(text, form.size, length, cost))
+    return form.build(_capacity(text, length, cost))
 
 
 def per_layer(text: str, capacities: Sequence[int]) -> Plan:
@@ -260,7 +265,22 @@ def check_kind(text: str) -> None:
     """Refuse what is not a kind of policy to be given sizes, such as `tova`, `h2o-layer`, `tova,last=1/8`."""
     if split_policy(text).size:
         raise ValueError(f"policy {text!r} names a size; give the kind alone, e.g. {_stem(text)}")
-    per_layer(split_policy(text).policy, [1 << 20])
+    per_layer(recommended(split_policy(text)).policy, [1 << 20])
+
+
+def is_best(policy: PolicyLike) -> bool:
+    """Whether a text names the recommended policy, `best:256`, which depends on the model (`hf/best.py`)."""
+    return isinstance(policy, str) and split_policy(policy).kind.split(",")[0].lower() == _BEST
+
+
+def recommended(text: PolicyText) -> PolicyText:
+    """`best:256,kv=k8v4` as `fade:256,kv=k8v4`, its size still in plain slots; any other text as it is."""
+    if not is_best(text.policy):
+        return text
+    changes = text.kind.lower().split(",")[1:]
+    if other := [change for change in changes if not change.startswith("kv=")]:
+        raise ValueError(f"{text}: best takes kv= and profile= only, not {other[0]}; write a policy such as fade:512")
+    return replace(text, kind=",".join(["fade", *(changes or ["kv=int8"])]))
 
 
 _NAME = re.compile(r"(?P<name>.+\.py|[a-z0-9_]+)(?:-(?P<scope>query-head|head|layer))?(?:\+(?P<first>\d+))?")
@@ -320,7 +340,7 @@ class _Form:
 
 
 _PRESETS = ("full", "window", "h2o", "tova", "fade")
-_SPELLINGS = (*_PRESETS, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
+_SPELLINGS = (*_PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 _DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
 
 
@@ -346,22 +366,36 @@ def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
         raise ValueError(f"{key}={value!r} is not a number") from None
 
 
-def _capacity(text: str, size: str, length: int | None, slot_bytes: int | None) -> int:
+class Size(NamedTuple):
+    """A size as a number of slots or of bytes."""
+
+    number: int
+    unit: Literal["slots", "bytes"]
+
+
+def read_size(text: str, length: int | None = None) -> Size:
+    """The size that a policy's text names: slots, a fraction of `length`, or bytes."""
+    size = split_policy(text).size.lower()
     if re.fullmatch(r"-?\d+", size):
-        return int(size)
+        return Size(int(size), "slots")
     if re.fullmatch(r"\d+/\d+", size):
         top, bottom = map(int, size.split("/"))
         if not 0 < top <= bottom:
             raise ValueError(f"{text!r}: the fraction must lie above 0 and at most at 1")
         if length is None:
             raise ValueError(f"{text!r} is a fraction of a length that is not known here; write the number of slots")
-        return max(1, int(Fraction(top, bottom) * length))
+        return Size(max(1, int(Fraction(top, bottom) * length)), "slots")
     if re.fullmatch(r"\d+(\.\d+)?\s*[kmg]?i?b", size):
-        return _slots_in_bytes(text, parse_bytes(size), slot_bytes)
+        return Size(parse_bytes(size), "bytes")
     raise ValueError(
         f"{text!r} has no valid capacity; write slots ({_stem(text)}:512), a fraction of the length "
         f"({_stem(text)}:1/8) or bytes ({_stem(text)}:2GiB)"
     )
+
+
+def _capacity(text: str, length: int | None, slot_bytes: int | None) -> int:
+    size = read_size(text, length)
+    return size.number if size.unit == "slots" else _slots_in_bytes(text, size.number, slot_bytes)
 
 
 def _slots_in_bytes(text: str, size: int, slot_bytes: int | None) -> int:

@@ -22,6 +22,7 @@ from ..eval.metrics import interval, mean, perplexity
 from ..eval.perplexity import Progress, score
 from ..eval.record import Cell, Record
 from ..eval.task import Metric
+from ..hf.best import resolve
 from ..hf.identity import model_identity
 from ..rnn import RNN
 from ..system.memory import Peak
@@ -77,7 +78,7 @@ def measure(
     capacity are compared with the first of them, e.g. `tova-head:256` with `tova:256`.
     """
     by_name = {"text": texts} if isinstance(texts, str) else dict(texts)
-    names = [policies] if isinstance(policies, str) else list(policies)
+    names = [str(resolve(one, model)) for one in ([policies] if isinstance(policies, str) else policies)]
     tokenized = prepare(tokenizer, by_name, length, words)
     check(names, tokenized)
     totals = {policy: Totals() for policy in names}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..eval.perplexity import largest_piece, token_nll
 from ..eval.statistics import mean_interval
+from ..hf.best import resolve
 from ..hf.cost import Cost, cost
 from ..hf.geometry import geometry
 from ..policy import Plan, full, split_policy
@@ -64,7 +65,7 @@ class Comparator:
     def compare(self, kind: str, capacity: int, limit: float) -> Comparison:
         """Read until the interval lies on one side of the limit, or to the end, where the mean decides."""
         differences: list[float] = []
-        policies = sized(kind, capacity, len(geometry(self.model)))
+        policies = sized(kind, capacity, self.model)
         for part in torch.split(self.chunks, self.batch):
             losses = self._losses(part, policies, f"{kind} at {capacity}")
             differences += [loss - full for loss, full in zip(losses, self.full[len(differences) :], strict=False)]
@@ -80,9 +81,9 @@ class Comparator:
         return [float(mean) for mean in losses.double().mean(1)]
 
 
-def sized(kind: str, capacity: int, layers: int) -> Plan:
-    """A kind such as `tova`, `h2o-layer`, `tova,last=1/8` or `tova,profile=FILE` at a capacity."""
-    return plan_for(split_policy(kind).with_size(capacity), layers)
+def sized(kind: str, capacity: int, model: PreTrainedModel) -> Plan:
+    """A kind such as `best`, `tova`, `h2o-layer`, `tova,last=1/8` or `tova,profile=FILE` at a capacity."""
+    return plan_for(resolve(split_policy(kind).with_size(capacity), model), len(geometry(model)))
 
 
 def smallest(comparator: Comparator, kind: str, tolerance: Tolerance) -> Comparison:
@@ -103,19 +104,19 @@ def smallest(comparator: Comparator, kind: str, tolerance: Tolerance) -> Compari
 
 def _possible_sizes(comparator: Comparator, kind: str, length: int) -> list[int]:
     """The grid without capacities that the kind cannot have (fewer slots than it protects, outside a profile)."""
-    sizes, layers = grid(length), len(geometry(comparator.model))
+    sizes, model = grid(length), comparator.model
     if length < LEAST:
         raise ValueError(f"sequences of {length} tokens are too short to bound; use at least {LEAST}")
 
     def possible(size: int) -> bool:
         try:
-            return len(sized(kind, size, layers)) == layers
+            return len(sized(kind, size, model)) > 0
         except ValueError:
             return False
 
     smaller = [size for size in sizes[:-1] if possible(size)]
     if not smaller:
-        sized(kind, sizes[len(sizes) // 2], layers)  # re-raise the original error
+        sized(kind, sizes[len(sizes) // 2], model)  # re-raise the original error
     return [*smaller, length]
 
 
@@ -157,6 +158,6 @@ def savings(comparator: Comparator, kind: str, capacity: int, memory: int) -> Sa
     """Of a kind at a capacity, for sequences as long as the comparator's chunks."""
     model, length = comparator.model, comparator.chunks.shape[1]
     layers = geometry(model)
-    policies = plan_for(full(), len(layers)) if capacity >= length else sized(kind, capacity, len(layers))
+    policies = plan_for(full(), len(layers)) if capacity >= length else sized(kind, capacity, model)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return Savings(cost(layers, policies, model.dtype, length), weights, memory)

@@ -37,6 +37,11 @@ def check_policy_kind(text: str) -> None:
         read_profile(name)
 
 
+def shipped_profiles() -> list[str]:
+    """The names of the profiles that come with the package."""
+    return sorted(file.stem for file in _SHIPPED.glob("*.json"))
+
+
 def profile_path(name: str | Path) -> Path:
     """The file of a profile: a path, or the name of one that ships with the package."""
     own = _SHIPPED / f"{name}.json"
@@ -51,7 +56,7 @@ def open_profile(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"it has {file.stat().st_size:,} bytes, and a profile has a few thousand")
         profile = json.loads(file.read_text())
     except OSError as error:
-        shipped = ", ".join(sorted(other.stem for other in _SHIPPED.glob("*.json")))
+        shipped = ", ".join(shipped_profiles())
         other = f"; msrnn comes with: {shipped}" if shipped else ""
         raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,8 @@ from .argument_parser import Commands, integer
 from .session import resolve_device, silence_transformers
 
 if TYPE_CHECKING:
+    import torch
+
     from ..bench.run import Settings
 
 _ABOUT = """\
@@ -86,7 +88,7 @@ def run(arguments: Namespace) -> None:
     silence_transformers()
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shapes.config(arguments.shape)
-    settings = _settings(arguments)  # refuses what cannot be measured before anything is computed
+    settings = _settings(arguments, dtype)  # refuses what cannot be measured before anything is computed
     passed = gate.check(device)
     if not arguments.quiet:
         note(f"{passed} checks of the kernels passed on {device}")
@@ -109,8 +111,10 @@ def run(arguments: Namespace) -> None:
     print(_table(records))
 
 
-def _settings(arguments: Namespace) -> Settings:
+def _settings(arguments: Namespace, dtype: torch.dtype) -> Settings:
     from ..bench.run import Settings
+    from ..bench.shapes import config
+    from ..hf.best import resolve
     from ..policy import parse_policy
 
     small = arguments.shape == "tiny"
@@ -123,7 +127,10 @@ def _settings(arguments: Namespace) -> Settings:
         )
     context = arguments.context or (64 if small else 4096)
     sizes = [f"tova:1/{part}" for part in (16, 8, 4, 2)]
-    policies = tuple(str(parse_policy(text, length=context)) for text in arguments.policy or sizes)
+    policies = tuple(
+        str(parse_policy(str(resolve(text, config(arguments.shape), dtype=dtype, length=context)), length=context))
+        for text in arguments.policy or sizes
+    )
     return Settings(
         policies=tuple(dict.fromkeys(policies)),
         context=context,

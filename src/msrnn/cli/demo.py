@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..analysis.figures import layers_holding, retention_map, visible
 from ..budgets.profile import plan_for, profile_path
 from ..core.trace import Trace
+from ..hf.best import resolve
 from ..hf.cost import cost
 from ..hf.geometry import geometry, slot_costs
 from ..hf.identity import check_profile
@@ -132,7 +133,8 @@ def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict
         if text.profile:
             check_profile(text.profile, model)
         name = f"{text.policy} + profile" if text.profile else text.policy
-        plans[name] = plan_for(policy, len(layers), length=length, slot_bytes=slot)
+        resolved = resolve(policy, model, length=length)
+        plans[name] = plan_for(resolved, len(layers), length=length, slot_bytes=slot)
     return plans
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ full cache. Only the model's configuration is read, not its weights.
 _EXAMPLES = """\
 examples:
   msrnn info tova:512
+  msrnn info best:256
   msrnn info meta-llama/Llama-3.1-8B tova:1/8 --length 32768 --memory 24GiB
   msrnn info Qwen/Qwen3-0.6B h2o:256 --dtype bfloat16 --json
 """
@@ -30,7 +32,7 @@ examples:
 def add(commands: Commands) -> None:
     parser = commands.add_parser("info", help="what a policy costs on a model", description=_ABOUT, epilog=_EXAMPLES)
     options.add_model_argument(parser)
-    parser.add_argument("policy", metavar="POLICY", help="e.g. tova:512, window+4:1/8, h2o:2GiB, full")
+    parser.add_argument("policy", metavar="POLICY", help="e.g. best:256, tova:512, window+4:1/8, h2o:2GiB, full")
     options.add_policy(parser, option=False)
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory for weights and states, e.g. 16GiB: gives the largest batches"
@@ -54,21 +56,26 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     """What --json prints."""
     from ..budgets.profile import plan_for
     from ..core.slots import slot_count
+    from ..hf.best import resolution
     from ..hf.cost import cost
     from ..hf.geometry import geometry, slot_costs, text_config
+    from ..policy import is_best
     from ..system.sizes import parse_bytes
 
-    layers = geometry(config)
+    layers, asked = geometry(config), policy_text(arguments)
     dtype = _dtype(arguments.dtype, config)
     context = getattr(text_config(config), "max_position_embeddings", None)
     length = arguments.length or context
     if length is None:
         raise ValueError("this model does not say how long its context is; give --length N")
     costs = slot_costs(layers, dtype)
-    policies = plan_for(policy_text(arguments), len(layers), length=length, slot_bytes=costs)
+    origin = {"dtype": dtype, "length": length, "revision": arguments.revision}
+    best = resolution(asked, config, **origin) if is_best(asked) else None
+    policies = plan_for(best.policy if best else asked, len(layers), length=length, slot_bytes=costs)
     predicted = cost(layers, policies, dtype, length)
     facts: dict[str, Any] = {
         "model": str(config.name_or_path),
+        **({"asked": asked, "resolved": asdict(best)} if best else {}),
         "policy": str(policies),
         "dtype": str(dtype).removeprefix("torch."),
         "context": context,
@@ -119,6 +126,7 @@ def _text(facts: dict[str, Any]) -> str:
     rows = {
         "model": f"{facts['model']} ({facts['dtype']}, {len(facts['slots'])} layers with a state)",
         "policy": facts["policy"],
+        **_best_rows(facts),
         "length": f"{facts['length']:,} tokens",
         "state": f"{human(facts['state_bytes'])} per sequence; slots per layer: {_run_lengths(facts['slots'])}",
         "full cache": f"{human(facts['full_bytes'])} per sequence; {facts['ratio']:.2f} times the state",
@@ -129,6 +137,21 @@ def _text(facts: dict[str, Any]) -> str:
         sizes = f"{facts['batch']:,} sequences, {facts['full_batch']:,} with a full cache"
         rows["batch"] = f"{sizes}, in {human(facts['memory_bytes'])} less the weights (activations not counted)"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _best_rows(facts: dict[str, Any]) -> dict[str, str]:
+    """What `best` stands for here."""
+    from ..system.sizes import human
+
+    if "resolved" not in facts:
+        return {}
+    best = facts["resolved"]
+    profile = best["profile"] or "none that msrnn comes with was made for this model"
+    return {
+        facts["asked"]: best["policy"],
+        "slots": f"{best['slots']:,} per layer on average, {best['kv']}, in at most {human(best['limit_bytes'])}",
+        "profile": profile,
+    }
 
 
 def _run_lengths(slots: list[int | None]) -> str:

@@ -28,8 +28,8 @@ def add_policy(parser: Parser, *, option: bool = True) -> None:
         group.add_argument(
             "--policy",
             metavar="POLICY",
-            help="what each layer keeps: tova:512, window+4:512, h2o:512, full, ...; size in tokens, as a fraction of "
-            f"the length (tova:1/8) or in bytes per sequence (tova:2GiB) (default: {POLICY})",
+            help="what each layer keeps: best:512, tova:512, window+4:512, h2o:512, full, ...; size in tokens, as a "
+            f"fraction of the length (tova:1/8) or in bytes per sequence (tova:2GiB) (default: {POLICY})",
         )
     group.add_argument("--profile", metavar="FILE", help="one capacity per layer: a file of msrnn calibrate")
     group.add_argument(
@@ -133,16 +133,19 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
     from ..budgets.profile import plan_for, read_profile
-    from ..policy import parse_policy, split_policy
+    from ..policy import is_best, parse_policy, recommended, split_policy
 
     policy = split_policy(arguments.policy or ("tova" if arguments.profile else POLICY))
     if policy.profile and arguments.profile:
         both = f"--policy names the profile {policy.profile} and --profile {arguments.profile}"
         raise ValueError(f"{both}; give one of them")
-    if profile := arguments.profile or policy.profile:
+    profile, best = arguments.profile or policy.profile, is_best(str(policy))
+    if profile and not best:
         plan_for(str(replace(policy, profile=profile)), len(read_profile(profile)))
-    else:
-        parse_policy(str(policy), length=arguments.length or 1 << 40, slot_bytes=1)
+        return
+    parse_policy(recommended(policy).policy, length=arguments.length or 1 << 40, slot_bytes=1)
+    if profile:
+        read_profile(profile)
 
 
 def check_output_file(path: str | Path) -> Path:

@@ -6,9 +6,9 @@ import sys
 import threading
 import webbrowser
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
+from ..budgets.profile import shipped_profiles
 from . import options
 from .argument_parser import Commands, integer
 
@@ -83,5 +83,4 @@ def _loader(arguments: Namespace) -> Any:
 
 def offered_profiles(path: str | None) -> tuple[str, ...]:
     """The names of the package's own profiles, and the file given."""
-    shipped = sorted(file.stem for file in (Path(__file__).parents[1] / "profiles").glob("*.json"))
-    return (*shipped, *([path] if path else []))
+    return (*shipped_profiles(), *([path] if path else []))

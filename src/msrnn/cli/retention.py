@@ -47,10 +47,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    from ..policy import parse_policy, split_policy
-
-    names = arguments.policy or ["tova:256"]
-    policies = list(dict.fromkeys(text if split_policy(text).profile else str(parse_policy(text)) for text in names))
+    policies = list(dict.fromkeys(map(_spelling, arguments.policy or ["tova:256"])))
     texts = dict(read_text(path) for name in arguments.texts for path in text_files(name))
     options.check_output_file(arguments.output)
 
@@ -65,6 +62,14 @@ def run(arguments: Namespace) -> None:
     _print_tables(records)
     if not arguments.quiet:
         note(f"{len(new)} records in {arguments.output}; see them with msrnn plot {arguments.output} -o figures")
+
+
+def _spelling(text: str) -> str:
+    """The policy as it is usually written; a profile and `best` stay as they are, until the model is known."""
+    from ..eval.experiment import entry
+    from ..policy import is_best, parse_policy, split_policy
+
+    return entry(text).label if split_policy(text).profile or is_best(text) else str(parse_policy(text))
 
 
 class Bars:

@@ -185,6 +185,7 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any
     """Note what a request takes and how many fit; the plan, with capacities as numbers, and the bytes of a state."""
     from ..budgets.profile import plan_for
     from ..hf import load as models
+    from ..hf.best import resolve
     from ..hf.geometry import geometry, slot_costs, text_config
     from ..system.sizes import human
     from ..vllm.cost import price
@@ -198,7 +199,9 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any
     if length is None:
         raise ValueError("this model does not say how long its context is; give --max-model-len N")
     costs = slot_costs(layers, dtype)
-    policies = plan_for(policy_text(arguments), len(layers), length=arguments.length or length, slot_bytes=costs)
+    length_of_fraction = arguments.length or length
+    policy = resolve(policy_text(arguments), config, dtype=dtype, length=length_of_fraction, revision=parsed.revision)
+    policies = plan_for(policy, len(layers), length=length_of_fraction, slot_bytes=costs)
     state, full = price(layers, policies, dtype, length)
     at_length = f"a full cache {human(full)} at {length:,} tokens"
     note(f"{policies}: a request takes {human(state)}, whatever its length; {at_length}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from hashlib import sha256
@@ -12,8 +12,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..budgets.profile import read_profile
-from ..policy import Plan, Policy, PolicyLike, parse_policy, per_layer, split_policy
+from ..policy import Plan, Policy, PolicyLike, is_best, parse_policy, per_layer, recommended, split_policy
 
+Resolve = Callable[[str], PolicyLike]  # what `best:256` stands for on a model
 BASELINE = "baseline"  # the paper's short context: the plain model on a text cut into contexts of so many tokens
 
 
@@ -21,13 +22,15 @@ BASELINE = "baseline"  # the paper's short context: the plain model on a text cu
 class Entry:
     """One line of a table: a policy under its name, or the plain model (`policy` None), whole or on short contexts.
 
-    `capacities` are those of its layers (None: full), or the length of the short contexts.
+    `capacities` are those of its layers (None: full), or the length of the short contexts. `resolved` is what `best`
+    stands for on the model.
     """
 
     label: str
     policy: PolicyLike | None
     capacities: tuple[int | None, ...] = ()
     context: int | None = None
+    resolved: str = ""
 
     @property
     def capacity(self) -> float | None:
@@ -39,12 +42,15 @@ class Entry:
 
     @property
     def capacities_digest(self) -> str:
-        """Tells capacities by layer from others under the same name: a profile file may change."""
-        return "" if len(set(self.capacities)) < 2 else "/" + sha256(repr(self.capacities).encode()).hexdigest()[:8]
+        """Tells capacities by layer from others under the same name: a profile file may change, and so may `best`."""
+        if len(set(self.capacities)) < 2 and not self.resolved:
+            return ""
+        return "/" + sha256(f"{self.resolved}{self.capacities!r}".encode()).hexdigest()[:8]
 
     def never_evicts(self, length: int) -> bool:
         """Whether a text of so many tokens is read just as the plain model reads it."""
-        return all(size is None or size >= length for size in self.capacities)
+        unresolved = self.policy is not None and not self.capacities
+        return not unresolved and all(size is None or size >= length for size in self.capacities)
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,10 @@ class Experiment:
     settings: Any = field(default=None)
     path: str = ""
 
-    def entries(self) -> list[Entry]:
-        """`full` first: the others are compared with it."""
+    def entries(self, resolve: Resolve | None = None) -> list[Entry]:
+        """`full` first: the others are compared with it. Without a model to `resolve` it on, `best` is only checked."""
         policies = [sized for policy in self.policies for sized in self._with_sizes(policy)]
-        entries = [entry(policy) for policy in dict.fromkeys(policies)]
+        entries = [entry(policy, resolve) for policy in dict.fromkeys(policies)]
         return sorted(entries, key=lambda one: one.label != "full")
 
     def _with_sizes(self, policy: str | Policy | Plan) -> list[str | Policy | Plan]:
@@ -83,11 +89,13 @@ class Experiment:
         return [text.with_size(size) for size in self.capacities]
 
 
-def entry(policy: str | Policy | Plan) -> Entry:
+def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
     """`full`, `tova:512`, `tova:256,profile=FILE`, ..., a policy object, or `baseline:512` for the short context."""
     if not isinstance(policy, str):
         capacities = tuple(one.capacity for one in (policy.policies if isinstance(policy, Plan) else (policy,)))
         return Entry(str(policy), policy, capacities) if any(capacities) else Entry(str(policy), None)
+    if is_best(policy):
+        return _best(policy, resolve)
     text = split_policy(policy)
     size = int(text.size) if text.size.isdigit() else None
     if text.kind == BASELINE:
@@ -100,6 +108,17 @@ def entry(policy: str | Policy | Plan) -> Entry:
         return Entry(policy, policy, tuple(sizes))
     parsed = parse_policy(policy)
     return Entry(policy, None) if parsed.capacity is None else Entry(policy, parsed, (parsed.capacity,))
+
+
+def _best(text: str, resolve: Resolve | None) -> Entry:
+    """`best:256` under its own name, as what it stands for on a model."""
+    parse_policy(recommended(split_policy(text)).policy)
+    if profile := split_policy(text).profile:
+        read_profile(profile)
+    if resolve is None:
+        return Entry(text, text)
+    resolved = str(resolve(text))
+    return replace(entry(resolved), label=text, resolved=resolved)
 
 
 def read_experiment(path: str | Path, tasks: Mapping[str, type]) -> Experiment:

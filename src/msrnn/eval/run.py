@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from ..hf.best import resolve
 from ..hf.identity import model_identity
 from ..system.console import progress
 from ..system.memory import Peak
@@ -63,7 +64,7 @@ def run(
         resources.earlier_output = log.output
         runner = Runner(task, resources, log, experiment.batch, deadline(minutes), experiment.engine)
         prompts = runner.prompts(experiment.limit)
-        entries = experiment.entries()
+        entries = experiment.entries(lambda text: resolve(text, model))
         runner.run(entries, prompts, quiet)
         records = list(runner.records(experiment, entries, prompts))
         write_records(out, records)
@@ -248,7 +249,7 @@ class Runner:
             "seconds": round(sum(result.seconds for result in results), 3),
             "peak_bytes": max(result.peak_bytes for result in results),
             "run": self.log.run,
-            "settings": asdict(experiment.settings),
+            "settings": asdict(experiment.settings) | ({"policy": entry.resolved} if entry.resolved else {}),
             "versions": last["versions"],
             **{name: " + ".join(dict.fromkeys(one[name] for one in sessions)) for name in ("machine", "commit")},
             **{name: last.get(name, "") for name in ("date", "command")},

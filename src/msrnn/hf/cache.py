@@ -19,6 +19,7 @@ from ..core.slots import Slots
 from ..core.trace import Recorder
 from ..policy import Plan, Policy, PolicyLike, split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
+from .best import resolve
 from .geometry import Geometry, Unsupported, geometry, slot_costs, text_config
 from .identity import check_profile
 
@@ -33,8 +34,9 @@ def cache(
 ) -> BoundedCache:
     """A bounded `past_key_values` for `generate` or a plain forward.
 
-    `policy` is text (`tova:512`, `window+4:1/8`, `h2o:2GiB`, `tova:256,profile=FILE`), a Policy, or one per layer. A
-    fraction is of `length`, the model's trained context unless given. A profile made for another model is refused.
+    `policy` is text (`best:256`, `tova:512`, `window+4:1/8`, `h2o:2GiB`, `tova:256,profile=FILE`), a Policy, or one per
+    layer. A fraction is of `length`, the model's trained context unless given. A profile made for another model is
+    refused.
     `prompt="oneshot"` reads every call's tokens under full attention and only then drops down to the capacity, as the
     paper's released code does. transformers' continuous batching has a cache of its own and takes no `past_key_values`.
 
@@ -45,7 +47,7 @@ def cache(
         raise ValueError(f"unknown prompt mode {prompt!r}; allowed: recurrent, oneshot")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    layers = geometry(model)
+    layers, policy = geometry(model), resolve(policy, model, length=length)
     if isinstance(policy, str) and (name := split_policy(policy).profile):
         check_profile(name, model)
     length = length or getattr(text_config(model), "max_position_embeddings", None)

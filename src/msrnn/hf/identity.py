@@ -1,6 +1,6 @@
 """What tells one model from another, so that a state or a profile made for one is refused by every other.
 
-`model_identity` looks at a loaded model; `weights_digest` at its files, for processes that do not load it.
+`model_identity` looks at a loaded model; `weights_digest` and `fits` at its files, for processes that do not load it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import open_profile
 from .load import ModelError, weight_files
@@ -62,6 +63,45 @@ def check_profile(path: str | Path, model: PreTrainedModel) -> None:
         f"profile {path} was made for another model, {theirs.get('name')} ({what}); "
         "make one for this model with msrnn calibrate"
     )
+
+
+def fits(profile: str | Path, model: PreTrainedModel | PreTrainedConfig, revision: str | None = None) -> bool:
+    """Whether a profile was made for these weights: those of a loaded model, or a configuration's files.
+
+    Where a configuration has no readable files on this machine yet, its name decides.
+    """
+    if isinstance(model, PreTrainedModel):
+        try:
+            check_profile(profile, model)
+        except ProfileError:
+            return False
+        return True
+    theirs, config = open_profile(profile)["model"], model.get_text_config(decoder=True)
+    if (theirs["type"], theirs["layers"]) != (config.model_type, config.num_hidden_layers):
+        return False
+    ours = _stored_samples(str(model.name_or_path), revision, theirs["weights"])
+    return theirs["name"] == Path(str(model.name_or_path)).name if ours is None else _alike(theirs["weights"], ours)
+
+
+def _stored_samples(name: str, revision: str | None, wanted: Iterable[str]) -> dict[str, float] | None:
+    """What `_samples` would see of some weights once loaded, read from safetensors files; None without files."""
+    try:
+        files = [file for file in weight_files(name, revision) if file.suffix == ".safetensors"]
+    except ModelError:
+        return None
+    samples = dict[str, float]()
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            stored = set(weights.keys())
+            samples |= {one: _stored_number(weights.get_slice(one)) for one in wanted if one in stored}
+    return samples if files else None
+
+
+def _stored_number(weight: Any) -> float:
+    """The number that `_samples` takes: at a third of the weight, in reading order."""
+    shape = weight.get_shape()
+    row, rest = divmod(math.prod(shape) // 3, math.prod(shape[1:]))
+    return float(weight[row : row + 1].flatten()[rest])
 
 
 def weights_digest(name: str | os.PathLike[str] | None = None, *, revision: str | None = None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..budgets.profile import plan_for, read_profile
-from ..policy import parse_policy, split_policy
+from ..policy import is_best, parse_policy, recommended, split_policy
 from .reading import MAX_TOKENS
 
 
@@ -98,10 +98,11 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
         raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
-    if profile is not None:
+    if profile is not None and not is_best(text):
         plan_for(text, len(read_profile(profile)))
         return
-    capacity = parse_policy(text, length=limits.tokens, slot_bytes=1 << 20).capacity
+    size = recommended(split_policy(text)).policy  # of `best`: plain slots, whose bytes it may take
+    capacity = parse_policy(size, length=limits.tokens, slot_bytes=1 << 20).capacity
     if capacity is None:
         raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
     if capacity > limits.capacity:
