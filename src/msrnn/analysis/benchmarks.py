@@ -1,4 +1,4 @@
-"""Rows of our benchmarks (benchmarks/{cpu,vllm_cpu}.py, msrnn bench) as records, for figures and tables."""
+"""Rows of our benchmarks (benchmarks/{cpu,vllm_cpu,vllm_gpu}.py, msrnn bench) as records, for figures and tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ..eval.record import Cell, Record
 from .policy_names import policy_capacity
 
 SERVED = "tokens served per second"
+VLLM_FIRST, VLLM_RATE = "seconds to all first tokens in vLLM", "new tokens per second in vLLM"
+VLLM_STEP, VLLM_START = "milliseconds of a step in vLLM", "seconds to start vLLM"
 
 
 def from_benchmark(line: Mapping[str, Any]) -> Iterator[Record]:
@@ -17,6 +19,8 @@ def from_benchmark(line: Mapping[str, Any]) -> Iterator[Record]:
         yield _cpu(line)
     elif line.get("what") == "serving":
         yield _serving(line)
+    elif line.get("kind") in ("vllm load", "vllm start") and not line.get("small"):
+        yield from _vllm(line)
     elif line.get("tokens_per_s") and (line.get("part") or line.get("kind")):
         yield from _bench(line)
 
@@ -40,6 +44,19 @@ def _serving(line: Mapping[str, Any]) -> Record:
     parts = {"running": running, "written": written, "first token": line["first_token_s"]}
     fields = {"model": line["model"], "settings": settings, "seconds": line["seconds"], "parts": parts}
     return _record(line, line["policy"], SERVED, line["new_tokens_per_s"], {"memory": line["memory"]}, fields)
+
+
+def _vllm(line: Mapping[str, Any]) -> Iterator[Record]:
+    """A load of benchmarks/vllm_gpu.py, or an engine's start; stock vLLM has the policy `full`."""
+    load = ("requests", "prompt", "new", "attention", "round")
+    cell = {name: line[name] for name in (*load, "max_num_seqs", "threshold") if name in line}
+    fields = {"model": line["shape"], "dtype": "bfloat16", "seconds": line.get("seconds", 0.0)}
+    values = {VLLM_START: line["start_s"]} if line["kind"] == "vllm start" else {}
+    if line["kind"] == "vllm load":
+        values = {VLLM_FIRST: line["seconds"]} if line["new"] == 1 else {VLLM_RATE: line["new_tokens_per_s"]}
+        values |= {VLLM_STEP: line["step_ms"]} if line["step_ms"] and line["new"] < 256 else {}
+    for metric, value in values.items():
+        yield _record(line, line["policy"], metric, value, cell, fields)
 
 
 def _bench(line: Mapping[str, Any]) -> Iterator[Record]:

@@ -20,6 +20,7 @@ from .records import models
 from .retention import layers_holding, recent_share
 from .retention_figures import retention_curves, word_class_figure
 from .serving import serving_figure
+from .serving_gpu import LOADS, vllm_figure
 from .speed import throughput_and_memory
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ RECORD_FIGURES = {
     "serving": Figure(
         serving_figure, "requests at once and throughput in vLLM by memory, over time", lambda one: one.metric == SERVED
     ),
+    "vllm": Figure(vllm_figure, "loads of vLLM on a GPU against stock vLLM", lambda one: one.metric in LOADS),
     "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
     "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),
     "league": Figure(

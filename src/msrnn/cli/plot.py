@@ -14,7 +14,8 @@ Draw every figure for which the results have data: records (*.jsonl) of msrnn ev
 traces (*.safetensors) of msrnn trace, and folders of both.
 """
 _EXAMPLES = """\
-figures of records: perplexity, score, running, retention, words, throughput, serving, needle, turns
+figures of records: perplexity, score, running, retention, words, throughput, serving, vllm, needle,
+                    turns
 figures of traces:  map, layers, agreement
 
 examples:
