@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +69,35 @@ def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention
     return _graphs.get(kind_of(blocks, query, policy, attention))
 
 
+class Addresses(NamedTuple):
+    """Where graphs find new tokens, query [T, H, D], key [T, G, D], value [T, G, V], and leave the output [T, H, V]."""
+
+    tokens: tuple[Tensor, Tensor, Tensor]
+    output: Tensor
+    real: Tensor  # [1, T]
+    stream: Any = None
+    pool: Any = None
+
+
+@cache
+def _addresses(
+    width: int, query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Addresses:
+    """Shared by all graphs for tokens of these shapes: only one of them runs at a time."""
+
+    def rows(shape: torch.Size) -> Tensor:
+        return torch.zeros(width, *shape, dtype=dtype, device=device)
+
+    gpu = device.type == "cuda"
+    return Addresses(
+        (rows(query), rows(key), rows(value)),
+        rows(torch.Size((query[0], value[1]))),
+        torch.ones(1, width, dtype=torch.bool, device=device),
+        torch.cuda.Stream(device) if gpu else None,  # type: ignore[no-untyped-call]
+        torch.cuda.graph_pool_handle() if gpu else None,
+    )
+
+
 class ReadGraphs:
     """Reads of one request, as many tokens as one of `widths`; new: query [T, H, D], key [T, G, D], value [T, G, V]."""
 
@@ -80,16 +110,11 @@ class ReadGraphs:
         widths: Sequence[int],
         chunk: int,
     ) -> None:
-        most, (query, _, value) = max(widths), new
         self.policy, self.attention, self.chunk = policy, attention, chunk
         rows: dict[str, Any] = {name: tensor[:1].clone() for name, tensor in blocks.tensors().items()}
         self.slots = replace(blocks, **rows)
-        self.tokens = tuple(tensor.new_zeros(most, *tensor.shape[1:]) for tensor in new)
-        self.output = query.new_zeros(most, query.shape[1], value.shape[2])
-        self.real = torch.ones(1, most, dtype=torch.bool, device=query.device)
-        self.pool = torch.cuda.graph_pool_handle() if query.is_cuda else None
-        # the largest first: the others then find room in its memory
-        self.replays = {width: self._captured(width) for width in sorted(widths, reverse=True)}
+        self.at = _addresses(max(widths), *(tensor.shape[1:] for tensor in new), new[0].dtype, new[0].device)
+        self.replays = self._captured(sorted(widths))
 
     def fits(self, segment: Segment) -> bool:
         rows, width = segment.tokens.shape
@@ -102,14 +127,14 @@ class ReadGraphs:
         for name, tensor in ours.items():
             torch.index_select(theirs[name], 0, segment.blocks, out=tensor)
         self.slots.seen.copy_(segment.seen)
-        for place, tensor in zip(self.tokens, new, strict=True):
+        for place, tensor in zip(self.at.tokens, new, strict=True):
             torch.index_select(tensor, 0, segment.tokens[0], out=place[:width])
         if segment.real is None:
-            self.real[:, :width] = True
+            self.at.real[:, :width] = True
         else:
-            self.real[:, :width] = segment.real
+            self.at.real[:, :width] = segment.real
         self.replays[width]()
-        output[segment.places] = self.output[: len(segment.places)]
+        output[segment.places] = self.at.output[: len(segment.places)]
         for name, tensor in ours.items():
             theirs[name].index_copy_(0, segment.blocks, tensor)
 
@@ -118,22 +143,27 @@ class ReadGraphs:
         slots = replace(self.slots, fed=self.slots.positions.shape[2], packed_at=-1)
         empty_new(slots)
         zero_empty(slots)
-        query, key, value = (tensor[:width].transpose(0, 1)[None] for tensor in self.tokens)
-        mixed = read(slots, query, key, value, self.policy, self.attention, self.real[:, :width], self.chunk)
-        self.output[:width] = mixed[0].transpose(0, 1)
+        query, key, value = (tensor[:width].transpose(0, 1)[None] for tensor in self.at.tokens)
+        mixed = read(slots, query, key, value, self.policy, self.attention, self.at.real[:, :width], self.chunk)
+        self.at.output[:width] = mixed[0].transpose(0, 1)
 
-    def _captured(self, width: int) -> Callable[[], object]:
-        if self.pool is None:
-            return lambda: self._read(width)
-        stream = torch.cuda.Stream(self.output.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._read(width)  # compiles
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+    def _captured(self, widths: list[int]) -> dict[int, Callable[[], object]]:
+        """By width, what runs its read."""
+        if self.at.stream is None:
+            return {width: partial(self._read, width) for width in widths}
+        self.at.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.at.stream):
+            for width in widths:
+                if width <= self.chunk:
+                    self._read(width)  # compiles; longer reads have the same chunks
+            torch.cuda.synchronize()
+            # the longest first: the others then find room in its memory
+            return {width: self._graph(width).replay for width in reversed(widths)}
+
+    def _graph(self, width: int) -> torch.cuda.CUDAGraph:
+        """torch.cuda.graph() would collect garbage every time, which takes longer than the capture."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):  # torch.cuda.graph() would collect garbage every time, which takes longer
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._read(width)
-            graph.capture_end()
-        return graph.replay
+        graph.capture_begin(pool=self.at.pool, capture_error_mode="thread_local")
+        self._read(width)
+        graph.capture_end()
+        return graph
