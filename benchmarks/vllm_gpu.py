@@ -394,8 +394,19 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def summary(path: Path) -> None:
-    """Medians of both engines, and their ratios."""
+    """Medians of both engines, and their ratios, for every shape and setting."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for shape, sequences, utilization in dict.fromkeys(map(_setting, rows)):
+        memory = "" if utilization is None else f", {utilization:.0%} of the memory"
+        print(f"\n{shape}, {sequences:,} sequences at most{memory}")
+        _summary_of([row for row in rows if _setting(row) == (shape, sequences, utilization)])
+
+
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["shape"], row["max_num_seqs"], row["utilization"]
+
+
+def _summary_of(rows: list[dict[str, Any]]) -> None:
     for engine in ("stock", "msrnn"):
         for row in rows:
             if row["kind"] == "vllm start" and row["engine"] == engine:
