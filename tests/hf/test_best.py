@@ -1,0 +1,188 @@
+"""`best:256`: what it stands for on a model, that it stays within its bytes, and whose profile it takes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig
+
+import msrnn
+from msrnn.budgets import profile as profiles
+from msrnn.budgets.advise import sized
+from msrnn.eval import tasks
+from msrnn.eval.experiment import entry, make_experiment
+from msrnn.eval.run import run
+from msrnn.hf.best import resolution, resolve
+from msrnn.hf.cost import cost
+from msrnn.hf.geometry import geometry
+from msrnn.hf.identity import profile_identity
+from msrnn.policy import Plan, is_best, parse_policy, split_policy
+from msrnn.vllm import settings
+from tests.support import tiny_eval
+from tests.support.models import tiny_llama
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CURVES = [[[4, 1.0], [16, 0.2], [64, 0.01]], [[4, 0.1], [16, 0.02], [64, 0.0]], [[4, 0.4], [16, 0.1], [64, 0.05]]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def some_config(rng: random.Random) -> PreTrainedConfig:
+    kv_heads, layers = rng.choice((1, 2, 3, 8)), rng.choice((1, 3, 5))
+    shape = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": 4 * rng.randint(1, 40)}
+    shape |= {"num_attention_heads": kv_heads * rng.choice((1, 2, 4)), "hidden_size": 96, "vocab_size": 8}
+    return Gemma2Config(**shape, sliding_window=rng.choice((16, 100))) if rng.random() < 0.3 else LlamaConfig(**shape)
+
+
+def test_its_state_is_the_largest_that_takes_no_more_bytes_than_so_many_plain_slots() -> None:
+    rng = random.Random(3)
+    for _ in range(150):
+        config, dtype, slots = some_config(rng), rng.choice(DTYPES), rng.choice((1, 7, 64, 256, 1000))
+        kv = rng.choice(("", ",kv=int8", ",kv=k8v4"))
+        layers, best = geometry(config), resolution(f"best:{slots}{kv}", config, dtype=dtype)
+        state, plain, larger = (
+            cost(layers, Plan.of(text, len(layers)), dtype, 10_000).state
+            for text in (best.policy, f"tova:{slots}", split_policy(best.policy).with_size(best.slots + 1))
+        )
+        assert state <= plain == best.limit_bytes
+        assert larger > plain or larger == state  # the windows of all layers are the tighter bound
+
+
+@pytest.mark.parametrize(("dtype", "slots"), [(torch.float32, 35), (torch.bfloat16, 18)])
+def test_a_cache_of_it_really_takes_no_more(dtype: torch.dtype, slots: int) -> None:
+    """By hand: 17 slots of 128 + 8 bytes (or 64 + 8) and 16 more, against slots of 40 + 16 + 8 and 24 more."""
+    model = tiny_llama().to(dtype)
+    best, plain = msrnn.cache(model, "best:16"), msrnn.cache(model, "tova:16")
+    with torch.no_grad():
+        for cache in (best, plain):
+            model(torch.arange(100)[None] % 64, past_key_values=cache)
+    assert best.nbytes <= plain.nbytes
+    assert (str(best.plan), best.held) == (f"fade:{slots},kv=int8", slots)
+
+
+def test_sizes_may_be_fractions_and_bytes() -> None:
+    model = tiny_llama(hidden_size=512)  # a head size of 128
+    assert resolution("best:1/8", model) == resolution("best:32", model)
+    assert resolution("best:1/8", model, length=1024) == resolution("best:128", model)
+    limit = resolution("best:32", model).limit_bytes
+    assert resolution(f"best:{limit}B", model) == resolution("best:32", model)
+    assert resolution("BEST:32", model).policy == resolution("best:32", model).policy
+    assert resolve("tova:32", model) == "tova:32"
+    assert resolve(parse_policy("tova:32"), model) == parse_policy("tova:32")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("best", "write slots (best:512)"),
+        ("best:0", "at least 1"),
+        ("best:3/2", "at most at 1"),
+        ("best:10B", "bytes hold no state; this model needs at least"),
+        ("best:32,last=4", "best takes kv= and profile= only, not last=4"),
+        ("best:32,kv=int2", "unknown kv format 'int2'"),
+        ("best:32,kv=k8v4", "needs values whose size is a multiple of 4, and it is 6; use kv=int8"),
+        ("best-head:32", "unknown policy"),
+        ("best:32,profile=nowhere.json", "profile nowhere.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(text: str, says: str) -> None:
+    model = tiny_llama(hidden_size=24)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is checked below)
+        msrnn.cache(model, text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_model_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="'best:32' depends on the model; give it to msrnn.cache"):
+        parse_policy("best:32")
+    assert is_best("best:32,kv=k8v4")
+    assert not is_best("tova:32")
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A profile for the tiny model, as if it came with the package."""
+    monkeypatch.setattr(profiles, "_SHIPPED", tmp_path)
+    about = profile_identity(tiny_llama()) | {"name": "tiny"}
+    content = {"average": 16, "capacities": [30, 8, 10], "model": about, "grid": [4, 16, 64], "curves": CURVES}
+    (tmp_path / "tiny.json").write_text(json.dumps(content))
+    return "tiny"
+
+
+def test_the_profile_of_these_very_weights_is_taken_and_no_other(shipped: str) -> None:
+    policy = str(resolve("best:16", tiny_llama()))
+    assert policy.endswith(",kv=int8,profile=tiny")
+    assert str(resolve("best:16", tiny_llama().bfloat16())).endswith("profile=tiny")  # rounded, but the same
+    plan = msrnn.cache(tiny_llama(), "best:16").plan
+    assert not plan.uniform
+    assert plan.average == int(split_policy(policy).size)
+    assert "profile" not in str(resolve("best:16", tiny_llama(seed=1)))
+    assert "profile" not in str(resolve("best:16", tiny_llama(num_hidden_layers=2)))
+    assert "profile" not in str(resolve("best:1", tiny_llama()))  # smaller than it was measured for
+
+
+def test_a_configuration_finds_the_profile_by_its_files_or_else_by_its_name(shipped: str, tmp_path: Path) -> None:
+    for seed, name in ((0, "other name"), (1, "tiny")):
+        tiny_llama(seed=seed).save_pretrained(tmp_path / name)
+    same, finetuned = (AutoConfig.from_pretrained(tmp_path / name) for name in ("other name", "tiny"))
+    assert resolution("best:16", same).profile == "tiny"
+    assert resolution("best:16", finetuned).profile is None
+    same.name_or_path = "somewhere/tiny"  # no files here
+    assert resolution("best:16", same).profile == "tiny"
+    same.name_or_path = "somewhere/else"
+    assert resolution("best:16", same).profile is None
+
+
+def test_a_users_profile_is_taken_and_one_for_another_model_refused(shipped: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"capacities": [9, 9, 12]}))
+    with pytest.raises(ValueError, match="asks for an average of"):  # it has capacities for another size only
+        msrnn.cache(tiny_llama(), f"best:16,profile={file}")
+    file.write_text(json.dumps({"capacities": [9, 9, 12], "curves": CURVES}))
+    assert msrnn.cache(tiny_llama(), f"best:16,profile={file}").plan.average == 35
+    with pytest.raises(ValueError, match="was made for another model"):
+        msrnn.cache(tiny_llama(seed=1), "best:16,profile=tiny")
+
+
+def test_it_reads_generates_and_saves_as_the_policy_that_it_stands_for(tmp_path: Path) -> None:
+    model, ids = tiny_llama(), [5, 9, 33, 2] * 20
+    policy = str(resolve("best:8", model))
+    rnn = msrnn.RNN(model, "best:8")
+    logits, state = rnn.read(ids, rnn.start())
+    other = msrnn.RNN(model, policy)
+    expected, _ = other.read(ids, other.start())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    state.save(tmp_path / "s.safetensors")
+    assert other.load(tmp_path / "s.safetensors").seen == [len(ids)]  # a saved state has the resolved plan
+    one, two = (msrnn.Engine(model, text, batch=1).generate([ids], max_new_tokens=6) for text in ("best:8", policy))
+    assert one == two
+
+
+def test_an_evaluation_names_what_was_asked_and_what_it_stands_for(tmp_path: Path) -> None:
+    table = {"task": "pg19", "data": str(tiny_eval.texts(tmp_path / "d")), "chunk": 64, "batch": 4}
+    setup = make_experiment(table | {"policies": ["best:16", "tova:16"]}, tasks.settings())
+    assert not entry("best:16").never_evicts(10**6)  # not yet resolved
+    model = tiny_eval.model()
+    records = run(setup, model, tiny_eval.tokenizer(), tmp_path / "r.jsonl", quiet=True)
+    best = next(record for record in records if record.policy == "best:16")
+    assert best.settings["policy"] == resolve("best:16", model) == "fade:35,kv=int8"
+    assert best.capacity == 35
+    with pytest.raises(ValueError, match="is a fraction of a length that is not known here"):
+        make_experiment(table | {"policies": ["best:1/8"]}, tasks.settings())
+    assert sized("best", 16, model).average == 35
+
+
+def test_vllms_processes_replace_it_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=256, revision=None, hf_config=tiny_llama().config)
+    monkeypatch.setenv("MSRNN_POLICY", "best:64")
+    settings.check()
+    settings.resolve(model)
+    assert settings.policies() == tuple(set(msrnn.cache(tiny_llama().bfloat16(), "best:64").plan.policies))
+    monkeypatch.setenv("MSRNN_POLICY", "best:64,last=3")
+    with pytest.raises(ValueError, match="best takes kv= and profile= only"):
+        settings.check()
