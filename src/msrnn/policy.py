@@ -273,6 +273,12 @@ def is_best(policy: PolicyLike) -> bool:
     return isinstance(policy, str) and split_policy(policy).kind.split(",")[0].lower() == _BEST
 
 
+def check_best(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
+    """What `best:256` begins with, its capacity in plain slots; refuses what no model could run."""
+    read_size(text, length)
+    return parse_policy(recommended(split_policy(text)).policy, length=length, slot_bytes=slot_bytes)
+
+
 def recommended(text: PolicyText) -> PolicyText:
     """`best:256,kv=k8v4` as `fade:256,kv=k8v4`, its size still in plain slots; any other text as it is."""
     if not is_best(text.policy):

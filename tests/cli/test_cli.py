@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -280,6 +281,9 @@ BAD_FOR_A_MODEL = {  # these need torch
     "not a model": (["generate", "x", "--model", "/tmp"], "has no config.json"),
     "memory": (["info", "tova:4", "--memory", "plenty"], "'plenty' is not a size"),
     "few bytes": (["info", "tova:1KiB"], "hold no state"),
+    "few bytes for best": (["info", "best:1KiB"], "1,024 bytes hold no state"),
+    "best with a setting": (["info", "best:64,last=4"], "best takes kv= and profile= only, not last=4"),
+    "best without a size": (["info", "best"], "write slots (best:512)"),
     "profile of another model": (["info", "tova", "--profile", "PROFILE"], "2 layers, the model 30"),
 }
 
@@ -427,6 +431,24 @@ def test_info_tells_the_cost(capsys, tiny):
     assert code == 0
     assert "65 x 3" in out
     assert "with a full cache, in 1.0 GiB" in out
+
+
+def test_info_says_what_best_stands_for(capsys, tiny):
+    code, out, err = call(capsys, "info", "best:256", "--dtype", "bfloat16", "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    best = facts["resolved"]
+    assert (facts["asked"], best["kv"], best["profile"]) == ("best:256", "int8", "SmolLM2-135M-Instruct")
+    assert best["policy"] == f"fade:{best['slots']},kv=int8,profile=SmolLM2-135M-Instruct"
+    plain = cost(
+        geometry(AutoConfig.from_pretrained(models.bundled())), msrnn.Plan.of("tova:256", 30), torch.bfloat16, 1
+    )
+    assert facts["state_bytes"] <= best["limit_bytes"] == plain.state
+    assert sum(facts["slots"]) == 30 * (best["slots"] + 1)
+    code, out, _ = call(capsys, "info", tiny, "best:16,kv=k8v4")
+    assert code == 0
+    assert re.search(r"best:16,kv=k8v4 +fade:\d+,kv=k8v4\n", out)
+    assert "none that msrnn comes with was made for this model" in out
 
 
 def test_info_knows_a_models_own_windows(capsys, tmp_path):

@@ -52,7 +52,7 @@ def test_its_state_is_the_largest_that_takes_no_more_bytes_than_so_many_plain_sl
         assert larger > plain or larger == state  # the windows of all layers are the tighter bound
 
 
-@pytest.mark.parametrize(("dtype", "slots"), [(torch.float32, 35), (torch.bfloat16, 18)])
+@pytest.mark.parametrize("dtype, slots", [(torch.float32, 35), (torch.bfloat16, 18)])
 def test_a_cache_of_it_really_takes_no_more(dtype: torch.dtype, slots: int) -> None:
     """By hand: 17 slots of 128 + 8 bytes (or 64 + 8) and 16 more, against slots of 40 + 16 + 8 and 24 more."""
     model = tiny_llama().to(dtype)
@@ -76,7 +76,7 @@ def test_sizes_may_be_fractions_and_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text, says",
     [
         ("best", "write slots (best:512)"),
         ("best:0", "at least 1"),
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, says: str) -> None:
 
 
 def test_without_a_model_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="'best:32' depends on the model; give it to msrnn.cache"):
+    with pytest.raises(ValueError, match="'best:32' depends on the model; give it to"):
         parse_policy("best:32")
     assert is_best("best:32,kv=k8v4")
     assert not is_best("tova:32")

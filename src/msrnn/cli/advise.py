@@ -161,7 +161,7 @@ def _cells(row: dict[str, Any], length: int) -> tuple[str, ...]:
     from ..system.sizes import human
 
     low, high = row["interval"]
-    over = f"{row['over_full']:+.2f}" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")
+    over = f"{row['over_full']:+.2f}" + ("" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})")
     largest = "-" if row["gain_largest_batch"] is None else f"{row['gain_largest_batch']:.2f}x"
     if row["capacity"] == length:
         return (row["policy"], "full", "no smaller one is", "", human(row["state_bytes"]), f"{row['batch']:,}", "", "")

@@ -133,7 +133,7 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
     from ..budgets.profile import plan_for, read_profile
-    from ..policy import is_best, parse_policy, recommended, split_policy
+    from ..policy import check_best, is_best, parse_policy, split_policy
 
     policy = split_policy(arguments.policy or ("tova" if arguments.profile else POLICY))
     if policy.profile and arguments.profile:
@@ -143,7 +143,8 @@ def check_policy(arguments: argparse.Namespace) -> None:
     if profile and not best:
         plan_for(str(replace(policy, profile=profile)), len(read_profile(profile)))
         return
-    parse_policy(recommended(policy).policy, length=arguments.length or 1 << 40, slot_bytes=1)
+    check = check_best if best else parse_policy
+    check(policy.policy, length=arguments.length or 1 << 40, slot_bytes=1)
     if profile:
         read_profile(profile)
 

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..budgets.profile import read_profile
-from ..policy import Plan, Policy, PolicyLike, is_best, parse_policy, per_layer, recommended, split_policy
+from ..policy import Plan, Policy, PolicyLike, check_best, is_best, parse_policy, per_layer, split_policy
 
 Resolve = Callable[[str], PolicyLike]  # what `best:256` stands for on a model
 BASELINE = "baseline"  # the paper's short context: the plain model on a text cut into contexts of so many tokens
@@ -112,7 +112,7 @@ def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
 
 def _best(text: str, resolve: Resolve | None) -> Entry:
     """`best:256` under its own name, as what it stands for on a model."""
-    parse_policy(recommended(split_policy(text)).policy)
+    check_best(text)
     if profile := split_policy(text).profile:
         read_profile(profile)
     if resolve is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..budgets.profile import plan_for, read_profile
-from ..policy import is_best, parse_policy, recommended, split_policy
+from ..policy import check_best, is_best, parse_policy, split_policy
 from .reading import MAX_TOKENS
 
 
@@ -101,8 +101,8 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
     if profile is not None and not is_best(text):
         plan_for(text, len(read_profile(profile)))
         return
-    size = recommended(split_policy(text)).policy  # of `best`: plain slots, whose bytes it may take
-    capacity = parse_policy(size, length=limits.tokens, slot_bytes=1 << 20).capacity
+    check = check_best if is_best(text) else parse_policy  # of `best`: the plain slots whose bytes it may take
+    capacity = check(text, length=limits.tokens, slot_bytes=1 << 20).capacity
     if capacity is None:
         raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
     if capacity > limits.capacity:

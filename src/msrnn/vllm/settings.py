@@ -6,7 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
-from ..policy import Plan, Policy, is_best, parse_policy, recommended, split_policy
+from ..policy import Plan, Policy, check_best, is_best, parse_policy
 from . import POLICY
 
 _SEPARATOR = ";"
@@ -21,7 +21,10 @@ def write(plan: Plan) -> str:
 def check() -> None:
     """Refuse a policy in the environment that no model could run."""
     text = os.environ.get(POLICY, "")
-    parse(recommended(split_policy(text)).policy if is_best(text) else text)
+    if is_best(text):
+        check_best(text)
+    else:
+        parse(text)
 
 
 def resolve(model: Any) -> None:
