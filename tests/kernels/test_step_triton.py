@@ -34,12 +34,18 @@ def nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def compare(text: str, attention: Attention, shape: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> None:
+def compare(
+    text: str,
+    attention: Attention,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = torch.float64,
+    sizes: tuple[int, int] = (20, 12),
+) -> None:
     """shape: batch, heads, KV heads. Both go on from slots that are almost full; a row is idle now and then."""
     policy, (batch, heads, kv_heads) = parse_policy(text), shape
     length, generator = (policy.capacity or 7) + 3, torch.Generator().manual_seed(len(text))
-    query = 3 * torch.randn(length, batch, heads, 20, generator=generator, dtype=dtype)
-    key, value = (torch.randn(length, batch, kv_heads, n, generator=generator, dtype=dtype) for n in (20, 12))
+    query = 3 * torch.randn(length, batch, heads, sizes[0], generator=generator, dtype=dtype)
+    key, value = (torch.randn(length, batch, kv_heads, n, generator=generator, dtype=dtype) for n in sizes)
     one = Slots.empty(policy, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), heads, attention.window)
     if policy.capacity is None:  # as few slots as will be needed, and one
         one = replace(one, **{name: getattr(one, name)[:, :, :10].clone() for name in ("keys", "values", "positions")})
@@ -193,25 +199,44 @@ def guarded(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "text, dtype",
-    [("tova:6", torch.float16), ("h2o:20", torch.float32), ("h2o-layer:12,gain=value_norm", torch.float32)],
-)
+    [("tova:6", torch.float16), ("h2o:20", torch.float32), ("h2o-layer:12,gain=value_norm", torch.float32),
+     ("h2o:20,kv=int8", torch.float32), ("tova-head:12,kv=k8v4", torch.float32)],
+)  # fmt: skip
 def case_low_precision(text: str, dtype: torch.dtype) -> None:
     compare(text, Attention(0.4), (1, 4, 2), dtype)
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+@pytest.mark.parametrize("text, sizes", [("tova:40,kv=int8", (64, 64)), ("tova:40,kv=k8v4", (32, 128))])
+def case_codes_fill_their_tiles(text: str, sizes: tuple[int, int], heads: tuple[int, int]) -> None:
+    """Heads as large as their tiles, groups of 32, more query heads than a power of 2; in float32, as on a GPU."""
+    compare(text, Attention(0.1), (1, *heads), torch.float32, sizes)
+
+
+def case_an_odd_number_of_codes() -> None:
+    """Values that cannot be read in pairs are left to PyTorch."""
+    compare("tova:6,kv=int8", Attention(0.4), (1, 2, 2), sizes=(20, 11))
+
+
 @pytest.mark.parametrize(
     "text, heads",
-    [("tova:40", (3, 1)), ("h2o:18", (2, 2)), ("window:34", (2, 2)), ("tova:40,gain=value_norm", (4, 2))],
-)
+    [("tova:40", (3, 1)), ("h2o:18", (2, 2)), ("window:34", (2, 2)), ("tova:40,gain=value_norm", (4, 2)),
+     ("tova:40,kv=int8", (2, 2)), ("tova:40,kv=k8v4", (3, 1))],
+)  # fmt: skip
 def case_the_slots_of_a_head_are_split(text: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_step, "_FEW", (32, 4, 8))
     monkeypatch.setattr(triton_step, "_GROUPED", (32, 4, 8))
+    monkeypatch.setattr(triton_step, "_FEW_CODES", (16, 4, 2, 8))
     compare(text, Attention(0.4), (1, *heads))
 
 
-@pytest.mark.parametrize("text, heads", [("tova:40", (1, 1)), ("tova-head:17", (4, 2))])
+@pytest.mark.parametrize(
+    "text, heads",
+    [("tova:40", (1, 1)), ("tova-head:17", (4, 2)), ("h2o:40,kv=int8", (2, 2)), ("tova:65,kv=k8v4", (2, 1))],
+)
 def case_one_program_per_head(text: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_step, "_ENOUGH", 0)
+    monkeypatch.setattr(triton_step, "_ENOUGH_CODES", 0)
     for kind in ("_GROUPED", "_MANY"):
         monkeypatch.setattr(triton_step, kind, (32, 4, 0))
     compare(text, Attention(0.4), (1, *heads))

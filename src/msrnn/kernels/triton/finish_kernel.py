@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend_kernel import NO_TOP, place_of, tile_columns
+from .tiles import NO_TOP, place_of, tile_columns
 
 UNLIMITED = tl.constexpr(2**31 - 1)
 

@@ -37,8 +37,9 @@ _ENOUGH = 8  # heads per SM that are many
 _MOST_SPLITS = 64  # of one head, which one program combines
 _MOST_HEADS_ASIDE = 2048  # up to here a decision stream costs the model's matmuls less than it saves
 _STAGES = 2  # tiles in flight, of grouped heads
-_GROUPED_CODES, _CODE_STAGES = (16384, 4, 4), 3  # of 8 bits and less
-_MANY_NIBBLES = (2048, 2, 1)  # values of 4 bits: two tiles from the same bytes
+# Slots of fewer bits, with many heads or few: slots in a tile, warps, tiles in flight, and again the programs per SM.
+_MANY_CODES: dict[KV, tuple[int, int, int, int]] = {"int8": (32, 1, 3, 1), "k8v4": (64, 1, 3, 1)}
+_FEW_CODES, _ENOUGH_CODES = (64, 2, 2, 2), 4
 _MOST_SLOTS = 2**15 + 1  # that one program can choose among
 
 
@@ -52,7 +53,7 @@ def step(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/step.py`. Nothing waits for the device, and a CUDA graph can hold it."""
-    if slots.positions.shape[2] > _MOST_SLOTS or (query.is_cuda and query.dtype == torch.float64):
+    if _left_to_torch(slots, query):
         output = torch_step.step(slots, query, key, value, policy, attention)
         return output if out is None else out.copy_(output)
     _check(slots)
@@ -66,6 +67,12 @@ def step(
         if launch.splits:
             launch.finish(0, launch.splits)
     return launch.output if out is None else out.copy_(launch.output)
+
+
+def _left_to_torch(slots: Slots, query: Tensor) -> bool:
+    """What no kernel here is written for: very many slots, float64 on a GPU, codes of values that are not in pairs."""
+    odd = slots.kv is not None and (slots.values.shape[3] % 2 or slots.values.stride(0) % 2)
+    return bool(odd) or slots.positions.shape[2] > _MOST_SLOTS or (query.is_cuda and query.dtype == torch.float64)
 
 
 class _Launch:
@@ -108,6 +115,8 @@ class _Launch:
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
             ACC=tl.float64 if self.notes.tops.dtype == torch.float64 else tl.float32,
+            DIGITS=8 if self.notes.tops.dtype == torch.float64 else 4,
+            PTX=self.seen.is_cuda,
             **self.flags,
             **self.cut["attend"],
         )
@@ -220,30 +229,30 @@ def _cut(
     """Tiles and splits of the slots; shape is [G, S, D] of the keys."""
     stored, slots, size = shape
     group = heads // stored
-    deep, wide = (max(16, triton.next_power_of_2(n)) for n in (size, width))
+    deep, wide = (max(16 if kv is None else 32, triton.next_power_of_2(n)) for n in (size, width))
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    many = batch * stored >= _ENOUGH * sms
-    tile, warps, programs = _tile_size(group, many, kv)
-    block = max(8 if group == 1 else 16, min(128, tile // max(deep, wide)))
-    warps *= max(1, block * max(deep, wide) // tile) if group == 1 else 1  # no more for each than it has registers for
+    load = batch * stored / sms
+    block, warps, stages, programs = _tile_of_codes(kv, load) if kv else _tile_of_rows(group, load, max(deep, wide))
     blocks = triton.cdiv(slots - 1, block)
     per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
-    sizes |= {"ROWS": 1 if group == 1 else max(16, triton.next_power_of_2(group)), "num_warps": warps}
-    sizes |= {
-        "STAGES": _STAGES if kv is None else _CODE_STAGES,
-        "EVEN": (slots - 1) % block == 0 and deep == size and wide == width,
-    }
+    rows = triton.next_power_of_2(group)
+    sizes |= {"ROWS": rows if kv or group == 1 else max(16, rows), "num_warps": warps, "STAGES": stages}
+    sizes |= {"EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
     sizes |= layout(kv, width)
     return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
 
 
-def _tile_size(group: int, many: bool, kv: KV | None) -> tuple[int, int, int]:
-    if group > 1:
-        return _GROUPED if kv is None else _GROUPED_CODES
-    if many:
-        return _MANY_NIBBLES if kv == "k8v4" else _MANY
-    return _FEW
+def _tile_of_rows(group: int, load: float, size: int) -> tuple[int, int, int, int]:
+    """Slots in a tile of plain rows of `size` numbers, warps, tiles in flight, programs per SM; load: heads per SM."""
+    tile, warps, programs = _GROUPED if group > 1 else _MANY if load >= _ENOUGH else _FEW
+    block = max(8 if group == 1 else 16, min(128, tile // size))
+    warps *= max(1, block * size // tile) if group == 1 else 1  # no more for each than it has registers for
+    return block, warps, _STAGES, programs
+
+
+def _tile_of_codes(kv: KV, load: float) -> tuple[int, int, int, int]:
+    return _MANY_CODES[kv] if load >= _ENOUGH_CODES else _FEW_CODES
 
 
 @cache

@@ -1,0 +1,58 @@
+"""What the kernels of `step` share: where a row's state is, tiles of its slots, and which logits are visible."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_TOP = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
+
+
+@triton.jit
+def place_of(states, seen, slot, slot_b, b, count, slots, INDEXED: tl.constexpr):
+    """Where row b's state is among all `count`, its token's number and slot, and whether the row is active.
+
+    Row and slot are 0 where they are out of range, so that nothing outside is read.
+    """
+    home = b
+    if INDEXED:
+        home = tl.load(states + b)
+    valid = (home >= 0) & (home < count)
+    home = tl.where(valid, home, 0)
+    now, spot = tl.load(seen + b), tl.load(slot + home * slot_b)
+    active = valid & (now >= 0) & (spot >= 0) & (spot < slots)
+    return home, now, tl.where(active, spot, 0), active
+
+
+@triton.jit
+def tile_columns(block, spot, slots, BLOCK: tl.constexpr):
+    """A tile's columns, the slots they are in, and which of them there are."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    return column, tl.where(column == spot, slots - 1, column), column < slots - 1
+
+
+@triton.jit
+def rows_of(rows, at, inside, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr):
+    """[BLOCK, DP]"""
+    d = tl.arange(0, DP)
+    if EVEN:
+        return tl.load(rows + at[:, None] * D + d[None, :])
+    return tl.load(rows + at[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+
+
+@triton.jit
+def cap(x, SOFTCAP: tl.constexpr):
+    """tanh(x / cap) x cap, where there is a cap."""
+    if SOFTCAP > 0:
+        x = SOFTCAP * (1 - 2 / (tl.exp(x * (2 / SOFTCAP)) + 1))
+    return x
+
+
+@triton.jit
+def hide(logit, born, now, active, window, WINDOW: tl.constexpr):
+    """What is empty, or older than the model's own window, is out of sight."""
+    visible = (born >= 0) & active
+    if WINDOW:
+        visible = visible & (born > now - window)
+    return tl.where(visible, logit, -float("inf"))
