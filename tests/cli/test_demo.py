@@ -17,7 +17,6 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 import msrnn
-from msrnn.budgets import profile
 from msrnn.cli import demo, demo_measure
 from msrnn.hf.cost import cost
 from msrnn.hf.geometry import geometry
@@ -131,12 +130,14 @@ def test_a_profile_stands_beside_the_plain_policy(
     assert "was made for another model, other" in capsys.readouterr().err
 
 
-def test_the_bundled_model_is_shown_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_SHIPPED", tmp_path)
-    assert demo.default_policies(None) == demo.POLICIES
-    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
-    assert demo.default_policies(None) == (*demo.POLICIES, demo.PROFILE_POLICY)
-    assert demo.default_policies("another") == demo.POLICIES
+@pytest.mark.usefixtures("small", "one_thread")
+def test_best_keeps_more_in_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ["--policy", "tova:16", "--policy", "best:16"]
+    assert demo.main(["--length", "64", *policies, "--json", "--out", str(tmp_path / "a.png")]) == 0
+    plain, best = json.loads(capsys.readouterr().out)["rows"]
+    assert (plain["policy"], best["policy"]) == ("tova:16", "best:16")
+    assert best["held"] > 1.5 * plain["held"]
+    assert best["bytes"] <= plain["bytes"]
 
 
 @pytest.mark.usefixtures("small", "one_thread")

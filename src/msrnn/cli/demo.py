@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..analysis.figures import layers_holding, retention_map, visible
-from ..budgets.profile import plan_for, profile_path
+from ..budgets.profile import plan_for
 from ..core.trace import Trace
 from ..hf.best import resolve
 from ..hf.cost import cost
@@ -36,17 +36,16 @@ from ..system.sizes import human
 from ..system.text import read_blocks
 from .demo_measure import Row, Turn, measure
 
-POLICIES = ("full", "tova:256")
-PROFILE_POLICY = "tova:256,profile=SmolLM2-135M-Instruct"  # added for the bundled model
+POLICIES = ("full", "tova:256", "best:256")
 LENGTH = 4096
 TOPICS = ("exceptions", "naming", "objects", "raise", "with")  # of `help()`; they do not repeat each other
 QUESTION = 'According to the text, what is the "with" statement used for?'
 HEADER = ("policy", "tokens read", "tokens held", "KV bytes", "peak memory", "tokens/s", "perplexity")
 NOTES = """\
-Tokens held: per layer, on average where layers differ. KV bytes: keys and values held at the end. Peak memory: how far
+Tokens held: per layer, on average where layers differ. KV bytes: the state at the end. Peak memory: how far
 this process rose above the loaded model during prefill in pieces of {piece} tokens. Tokens/s: of that prefill.
 Perplexity: of the text, every token predicted from what was held before it. full is the model as transformers runs it,
-with its own growing cache; a profile gives every layer a capacity of its own at the same total.
+with its own growing cache; best keeps more tokens in the bytes of tova: 8 bits a number, other capacities by layer.
 Measured here and now: {conditions}."""
 NEXT = """\
 {seconds:.0f} seconds in all. Next: msrnn chat, msrnn generate --help, msrnn info, or ask about the first chapter, which
@@ -85,7 +84,7 @@ def _run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     model, tokenizer = load(options.model, device=options.device)
     turn = Turn.tokenize(tokenizer, text_blocks(options.text), options.length, options.question)
-    plans = _plans(model, options.policy or default_policies(options.model), len(turn.context))
+    plans = _plans(model, options.policy or POLICIES, len(turn.context))
     if not options.json:
         print(_announcement(model, turn, plans, options.text))
     results = [measure(model, tokenizer, turn, name, policies) for name, policies in plans.items()]
@@ -116,12 +115,6 @@ def text_blocks(path: Path | None = None) -> Iterable[str]:
         raise ValueError("this Python has no pydoc_data to read; give a text with --text FILE") from error
     chapters = [topics[name].strip() for name in TOPICS if name in topics]
     return [re.sub(r"\n[*=~-]{3,}\n", "\n", "\n\n\n".join(chapters))]  # without underlines of headings
-
-
-def default_policies(model: str | None) -> tuple[str, ...]:
-    """The bundled model has a profile of its own, which comes with the package."""
-    profile = split_policy(PROFILE_POLICY).profile or ""
-    return (*POLICIES, PROFILE_POLICY) if model is None and profile_path(profile).is_file() else POLICIES
 
 
 def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict[str, Plan]:
