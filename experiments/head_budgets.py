@@ -33,7 +33,7 @@ from msrnn.policy import parse_policy
 from msrnn.system import provenance
 
 NAME = "msrnn_head_budgets"
-GRID = (16, 32, 64, 128, 256, 512, 1024)
+GRID = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 class Probe:
@@ -73,7 +73,8 @@ class Probe:
 def curves(model: Any, probe: Probe, chunks: Sequence[Tensor], kv_heads: int) -> np.ndarray:
     """[layers, KV heads, grid]: estimated nats per token, over the second half of the chunks."""
     total: Any = 0.0
-    for ids in chunks:
+    for row in chunks:
+        ids = row.to(model.device)
         embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
         logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
         cross_entropy(logits.float(), ids[0, 1:], reduction="sum").backward()
@@ -91,15 +92,15 @@ def _second_order(probe: Probe, layer: int, size: int, half: int, kv_heads: int)
     """[KV heads]"""
     products = (probe.gradients[layer] * probe.differences[layer, size])[0, :, half:].sum(-1)  # [H, T]
     by_head = products.view(kv_heads, -1, products.shape[1]).sum(1)
-    return (by_head.square().sum(-1) / (2 * products.shape[1])).double().numpy()
+    return (by_head.square().sum(-1) / (2 * products.shape[1])).double().cpu().numpy()
 
 
 @torch.no_grad()
 def losses(model: Any, probe: Probe, texts: Texts, capacities: list[list[int]]) -> Sums:
     """Nats and tokens of the second half of every chunk, by book."""
     probe.capacities, sums = capacities, {}
-    for name, rows in texts.items():
-        half = rows.shape[1] // 2
+    for name, chunks in texts.items():
+        rows, half = chunks.to(model.device), chunks.shape[1] // 2
         logits = [model(row[None], use_cache=False).logits[0, half - 1 : -1].float() for row in rows]
         nats = [float(cross_entropy(one, row[half:], reduction="sum")) for one, row in zip(logits, rows, strict=True)]
         sums[name] = (sum(nats), rows[:, half:].numel())
