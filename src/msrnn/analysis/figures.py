@@ -15,10 +15,14 @@ from .curves import perplexity_by_capacity, score_by_capacity
 from .extrapolation import running_perplexity
 from .league import HALVES, league_figure
 from .maps import OLDER, RECENT, agreement_map, layer_maps, retention_map, visible
+from .peers import TASK as PEERS
+from .peers import peers_figure
 from .recall import needle_maps, turns_recall
 from .records import models
 from .retention import layers_holding, recent_share
 from .retention_figures import retention_curves, word_class_figure
+from .ruler import TASKS as RULER_TASKS
+from .ruler import ruler_maps
 from .serving import serving_figure
 from .serving_gpu import LOADS, vllm_figure
 from .speed import throughput_and_memory
@@ -77,6 +81,16 @@ RECORD_FIGURES = {
     "vllm": Figure(vllm_figure, "loads of vLLM on a GPU against stock vLLM", lambda one: one.metric in LOADS),
     "needle": Figure(needle_maps, "recall of a hidden number by length and depth", lambda one: one.task == "needle"),
     "turns": Figure(turns_recall, "recall of facts by turns since", lambda one: one.task == "turns"),
+    "ruler": Figure(
+        ruler_maps,
+        "RULER and BABILong by policy and kind of task",
+        lambda one: one.task in RULER_TASKS and one.metric == RULER_TASKS[one.task][0],
+    ),
+    "peers": Figure(
+        peers_figure,
+        "msrnn, kvpress and transformers' caches at the same bytes",
+        lambda one: one.task == PEERS and one.cell["work"] == "pg19" and one.capacity is not None,
+    ),
     "league": Figure(
         league_figure,
         "perplexity and recall of all online policies, research rules too",

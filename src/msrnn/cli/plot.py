@@ -15,7 +15,7 @@ traces (*.safetensors) of msrnn trace, and folders of both.
 """
 _EXAMPLES = """\
 figures of records: perplexity, score, running, retention, words, throughput, serving, vllm, needle,
-                    turns
+                    turns, ruler, peers, league
 figures of traces:  map, layers, agreement
 
 examples:
