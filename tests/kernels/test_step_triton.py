@@ -213,6 +213,42 @@ def case_codes_fill_their_tiles(text: str, sizes: tuple[int, int], heads: tuple[
     compare(text, Attention(0.1), (1, *heads), torch.float32, sizes)
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("kv", ["int8", "k8v4"])
+def case_codes_in_a_model_of_16_bits(kv: str, heads: tuple[int, int]) -> None:
+    """Against float64 over the same codes: no error but the output's own rounding."""
+    policy, attention, random = parse_policy(f"tova:40,kv={kv}"), Attention(0.1), torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(45, 2, n, 32, generator=random).half() for n in (heads[0], heads[1], heads[1]))
+    slots = Slots.empty(policy, key[:1].permute(1, 2, 0, 3), value[:1].permute(1, 2, 0, 3), heads[0])
+    for t in range(45):
+        wide, before = [x[t].double() for x in (query, key, value)], slots.fork()
+        expected = torch_step.step(before, *wide, policy, attention)
+        if t >= 42:
+            output = triton_step.step(slots, query[t], key[t], value[t], policy, attention)
+            torch.testing.assert_close(output.double(), expected, rtol=2**-10, atol=1e-4)
+            assert_same(before, slots)
+        slots = before
+        slots.seen += 1
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+@pytest.mark.parametrize("kv", ["int8", "k8v4"])
+def case_nan_is_passed_on(kv: str, part: str) -> None:
+    """A number that is none, in one head, spoils that head's outputs for as long as it is held, as in PyTorch."""
+    policy, attention = parse_policy(f"tova-head:6,kv={kv}"), Attention(0.4)
+    tokens = {name: torch.randn(6, 1, 2, 8, dtype=torch.float64) for name in ("query", "key", "value")}
+    tokens[part][3, 0, 1, 2] = torch.nan
+    one = Slots.empty(policy, tokens["key"][:1].permute(1, 2, 0, 3), tokens["value"][:1].permute(1, 2, 0, 3), 2)
+    two = one.fork()
+    for t in range(6):
+        new = [x[t] for x in tokens.values()]
+        expected = torch_step.step(one, *new, policy, attention)
+        output = triton_step.step(two, *new, policy, attention)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-9, equal_nan=True)
+        one.seen += 1
+        two.seen += 1
+
+
 def case_an_odd_number_of_codes() -> None:
     """Values that cannot be read in pairs are left to PyTorch."""
     compare("tova:6,kv=int8", Attention(0.4), (1, 2, 2), sizes=(20, 11))

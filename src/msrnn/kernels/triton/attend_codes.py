@@ -2,7 +2,8 @@
 
 A number that meets codes, of the query or a weight, becomes DIGITS digits of 7 bits, relative to the largest of its
 row. Digits are rows of an integer product, which is exact; the sum of its rows, each times the worth of its digit, is
-the product to 28 bits, or 56 in float64. Matrix units work on 8 or 16 rows anyway, so digits cost little.
+the product to 28 bits, or 56 in float64. Matrix units work on 8 or 16 rows anyway, so digits cost little. Weights of
+models in 16 bits have two digits: 14 bits, and the output has 8 or 11.
 
 Keys are the left operand of their product, values the right one of theirs. Values are read two bytes at a time: units
 of 16 bits are what the hardware transposes on the way to a product, and the bytes are separated after that.
@@ -23,14 +24,14 @@ def attend_codes(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr, SCORED: tl.constexpr,
     WINDOW: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr,
-    GP: tl.constexpr, DIGITS: tl.constexpr, PTX: tl.constexpr,
+    GP: tl.constexpr, DIGITS: tl.constexpr, WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """asked [ROWS, DP] -> the highest logits and the masses [ROWS], weighted values [ROWS, halves, P]."""
     PAIRS: tl.constexpr = GH * GS // 2 if KV == 4 else V // 2  # in a row of values
     WIDE: tl.constexpr = GP * GS // 2 if KV == 4 else VP // 2
     spot = spot.to(tl.int32)
     top, whole = tl.full([ROWS], NO_TOP, ACC), tl.zeros([ROWS], ACC)
-    mixed = _no_values(ROWS, WIDE, BLOCK, ACC, KV, GP, DIGITS)
+    mixed = _no_values(ROWS, WIDE, BLOCK, ACC, KV, GP, WEIGHT_DIGITS)
     query, unit = _digits(asked.to(ACC) * SCALE, ACC, DIGITS)
     pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
     end = min(start + per, tl.cdiv(slots - 1, BLOCK))
@@ -48,9 +49,9 @@ def attend_codes(
         higher = tl.maximum(top, tl.max(logit, 0))
         old, weight = tl.exp(top - higher), tl.exp(logit - higher[None, :])
         whole = whole * old + tl.sum(weight, 0)
-        mixed = _mix(mixed, pair, of_values, old, weight, ACC, KV, DIGITS, PTX)
+        mixed = _mix(mixed, pair, of_values, old, weight, ACC, KV, WEIGHT_DIGITS, PTX)
         top = higher
-    return top, whole, _together(mixed, ROWS, KV, GS, GP, DIGITS)
+    return top, whole, _together(mixed, ROWS, KV, GS, GP, WEIGHT_DIGITS)
 
 
 @triton.jit
@@ -58,13 +59,19 @@ def _digits(numbers, ACC: tl.constexpr, DIGITS: tl.constexpr):
     """numbers [R, N] -> digits [R * DIGITS, N] in int8, the highest first, and the worth of the last one [R]."""
     R: tl.constexpr = numbers.shape[0]
     N: tl.constexpr = numbers.shape[1]
-    MOST: tl.constexpr = 2.0 ** (7 * DIGITS) - 2.0 ** (7 * DIGITS - 18)  # a rounding cannot add a digit
-    top = tl.maximum(tl.max(tl.abs(numbers), 1), 1e-29)
-    whole = (numbers * (MOST / top)[:, None]).to(tl.int64 if tl.float64 == ACC else tl.int32)
+    MOST: tl.constexpr = 2.0 ** (7 * DIGITS) - max(1.0, 2.0 ** (7 * DIGITS - 18))  # a rounding cannot add a digit
+    top = _highest(tl.reduce(tl.abs(numbers), 1, _highest), 1e-29)
+    whole = (numbers * (MOST / top)[:, None] + 0.5).to(tl.int64 if tl.float64 == ACC else tl.int32)
     shift = 7 * (DIGITS - 1 - tl.arange(0, DIGITS))
     digit = ((tl.abs(whole)[:, None, :] >> shift[None, :, None]) & 127).to(tl.int8)
     digit = tl.where((whole < 0)[:, None, :], -digit, digit)
     return tl.reshape(digit, [R * DIGITS, N]), top / MOST
+
+
+@triton.jit
+def _highest(a, b):
+    """NaN if one of them is: digits have no NaN, the worth of a digit has."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

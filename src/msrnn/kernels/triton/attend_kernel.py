@@ -31,7 +31,7 @@ def attend(
     GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, DIGITS: tl.constexpr,
-    PTX: tl.constexpr,
+    WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
     stored = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,7 @@ def attend(
             asked, keys, values, scales, positions, logits + h * pitch, mine, spot, now, active, share * per, per,
             slots, window,
             SCALE, SOFTCAP, ACC, STAGES, SCORED, WINDOW, D, V, DP, VP, BLOCK, ROWS, EVEN, KV, NS, GS, GH, GP, DIGITS,
-            PTX,
+            WEIGHT_DIGITS, PTX,
         )  # fmt: skip
     elif ROWS == 1:
         top, whole, mixed = _one(

@@ -115,7 +115,8 @@ class _Launch:
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
             ACC=tl.float64 if self.notes.tops.dtype == torch.float64 else tl.float32,
-            DIGITS=8 if self.notes.tops.dtype == torch.float64 else 4,
+            DIGITS=4 if self.new[0].dtype.itemsize < 8 else 8,
+            WEIGHT_DIGITS=self.new[0].dtype.itemsize,
             PTX=self.seen.is_cuda,
             **self.flags,
             **self.cut["attend"],
@@ -232,7 +233,9 @@ def _cut(
     deep, wide = (max(16 if kv is None else 32, triton.next_power_of_2(n)) for n in (size, width))
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     load = batch * stored / sms
-    block, warps, stages, programs = _tile_of_codes(kv, load) if kv else _tile_of_rows(group, load, max(deep, wide))
+    block, warps, stages, programs = (
+        _tile_of_codes(kv, load, max(deep, wide)) if kv else _tile_of_rows(group, load, max(deep, wide))
+    )
     blocks = triton.cdiv(slots - 1, block)
     per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
@@ -251,8 +254,9 @@ def _tile_of_rows(group: int, load: float, size: int) -> tuple[int, int, int, in
     return block, warps, _STAGES, programs
 
 
-def _tile_of_codes(kv: KV, load: float) -> tuple[int, int, int, int]:
-    return _MANY_CODES[kv] if load >= _ENOUGH_CODES else _FEW_CODES
+def _tile_of_codes(kv: KV, load: float, size: int) -> tuple[int, int, int, int]:
+    block, warps, stages, programs = _MANY_CODES[kv] if load >= _ENOUGH_CODES else _FEW_CODES
+    return block, warps * max(1, size // 128), stages, programs
 
 
 @cache
