@@ -158,3 +158,17 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
         lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
         expected = hf_model.generate(inputs, past_key_values=cache, do_sample=False, **lengths)
         assert tokens == expected[0, len(ids) :].tolist()
+
+
+def test_best_becomes_the_plan_that_it_stands_for(model, prompts, hf_model):
+    """The profile is found by the model's files. Codes on a border may differ by path, so tokens are not compared."""
+    import msrnn
+
+    with engine(model, "best:16") as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        policies = tuple(layer.impl.policy for layer in layers.values())
+        assert bounded(llm)
+        assert [len(tokens) for tokens in greedy(llm, prompts[:1])] == [NEW]
+    plan = msrnn.RNN(hf_model, "best:16").plan
+    assert policies == plan.policies
+    assert not plan.uniform
