@@ -107,34 +107,38 @@ def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
     layout = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
     blocks = layout.carve(torch.zeros(1, layout.nbytes, dtype=torch.uint8))
     new = tuple(torch.empty(1, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
-    read_graphs.capture(blocks, new, requests.policy, requests.attention, (8, 32, 64, 128), 32)
-    for number in range(6):  # alone, so that every part fits a width; then together
-        requests.run([220 - 30 * number if i == number else 0 for i in range(6)])
+    read_graphs.capture(blocks, new, requests.policy, requests.attention, reads.graph_shapes(512), 32)
+    for number in range(6):  # alone, then together, all of the same length, and of any
+        requests.run([100 - 15 * number if i == number else 0 for i in range(6)])
+    requests.run([70] * 6)
     requests.mixed(4)
     requests.check()
     assert len(runs) > 5, "parts were read this way"
+    assert all(runs), "and a graph was large enough"
 
 
 def counted(method, calls: list):
     def call(*arguments):
-        calls.append(arguments)
-        return method(*arguments)
+        calls.append(method(*arguments))
+        return calls[-1]
 
     return call
 
 
 @pytest.mark.parametrize(
-    "size, expected",
+    "sizes, expected",
     [
-        (100, [100]),
-        (256, [256]),
-        (300, [256, 300]),
-        (3584, [2048, 3072, 3584]),
-        (20000, [8192, 16384, 18432, 19456, 19968, 20000]),
+        ([100], [256]),
+        ([256], [256]),
+        ([300], [256, 512]),
+        ([3584], [2048, 3072, 3584]),
+        ([20000], [8192, 16384, 18432, 19456, 19968, 20224]),
+        ([512, 512], [512]),
+        ([700, 300], [256, 512, 768]),
     ],
 )
-def test_one_row_is_cut_into_captured_widths(size, expected):
-    assert reads._graph_ends(size) == expected
+def test_rows_are_cut_into_captured_widths(sizes, expected):
+    assert reads._ends([Row(number, 0, size, 0) for number, size in enumerate(sizes)], 256, gpu=True) == expected
 
 
 @pytest.mark.parametrize(

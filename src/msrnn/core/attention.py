@@ -59,8 +59,9 @@ class Attention:
         shape = (batch * stored, heads // stored * rows, columns)
         if _accumulates(query):
             grouped, shared = query.reshape(*shape[:2], size), keys.reshape(shape[0], columns, size).mT
-            unused = torch.empty(1, 1, 1, dtype=dtype, device=query.device)
-            logits = torch.baddbmm(unused, grouped, shared, dtype, beta=0, alpha=self.scale)
+            logits = torch.empty(shape, dtype=dtype, device=query.device)
+            # into itself: PyTorch would copy any other first argument over all logits, though beta is 0
+            torch.baddbmm(logits, grouped, shared, dtype, beta=0, alpha=self.scale, out=logits)
             self.finish(logits, exponentials)
             return logits.view(batch, heads, rows, columns)
         scaled = torch.mul(query, self.scale, out=buffer("query", tuple(query.shape), dtype, query.device))
@@ -95,10 +96,8 @@ def weighted_sum(weights: Tensor, values: Tensor, total: Tensor | None, out: Ten
     mixed = mixed.view(batch, heads, rows, -1)
     if total is None:
         out.copy_(mixed)
-    elif out.dtype == mixed.dtype:
-        torch.div(mixed, total, out=out)
     else:
-        out.copy_(mixed.div_(total))
+        torch.div(mixed, total, out=out)
 
 
 def _accumulates(tensor: Tensor) -> bool:

@@ -102,9 +102,7 @@ def attend(
             _attend_fitting(blocks, fit, query, key, value, attention, output)
         graphs = graphs_of(blocks, query, policy, attention)
         for segment in reads.segments:
-            if graphs is not None and graphs.fits(segment):
-                graphs.run(blocks, segment, (query, key, value), output)
-            else:
+            if graphs is None or not graphs.run(blocks, segment, (query, key, value), output):
                 _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
 
 
@@ -189,9 +187,9 @@ def _read_segment(
 ) -> None:
     """One read of all its rows: slots are gathered from the blocks, and scattered back after it."""
     slots = _gather(blocks, segment, attention)
-    q, k, v = (tensor[segment.tokens].transpose(1, 2) for tensor in (query, key, value))
+    q, k, v = (segment.rows_of(tensor).transpose(1, 2) for tensor in (query, key, value))
     mixed = read(slots, q, k, v, policy, attention, segment.real, chunk)
-    output[segment.places] = mixed.transpose(1, 2).flatten(0, 1)[segment.padded]
+    segment.put(output, mixed.transpose(1, 2))
     for name, tensor in slots.tensors().items():
         getattr(blocks, name).index_copy_(0, segment.blocks, tensor)
 

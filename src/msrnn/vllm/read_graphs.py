@@ -1,6 +1,6 @@
-"""Reads of one request as CUDA graphs: a chunk is some twenty small launches, which take the host longer than the GPU.
+"""Reads of a few requests as CUDA graphs: a chunk is some twenty launches, which take the host longer than the GPU.
 
-A graph reads fixed addresses, so a request's slots and new tokens are copied there first, and back after it. Layers
+A graph reads fixed addresses: slots and new tokens are copied there before it, slots and outputs back after it. Layers
 alike share the graphs. On other devices the same copies and the same read run as they are. Nothing here imports vLLM.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ..core.recurrence import read
 from ..core.slots import Slots
 from ..policy import Policy
 from .block import empty_new, zero_empty
-from .reads import Segment
+from .reads import ROWS, Segment
 
 Kind = tuple[object, ...]
 _graphs: dict[Kind, ReadGraphs] = {}
@@ -41,17 +42,17 @@ def capture(
     new: tuple[Tensor, Tensor, Tensor],
     policy: Policy,
     attention: Attention,
-    widths: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     chunk: int,
 ) -> int:
-    """Capture reads of so many tokens for all layers like this one; the first block's slots must be in use.
+    """Capture reads of so many rows and tokens for all layers like this one; the first block's slots must be in use.
 
     -> bytes that the graphs hold and that PyTorch does not count as allocated.
     """
     if not can_be_captured(policy, attention):
         return 0
     before = _uncounted(blocks.keys.device)
-    _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, widths, chunk)
+    _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
     return max(0, _uncounted(blocks.keys.device) - before)
 
 
@@ -70,36 +71,43 @@ def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention
 
 
 class Addresses(NamedTuple):
-    """Where graphs find new tokens, query [T, H, D], key [T, G, D], value [T, G, V], and leave the output [T, H, V]."""
+    """Where graphs find new tokens, query [n, H, D], key [n, G, D], value [n, G, V], and leave the output [n, H, V]."""
 
     tokens: tuple[Tensor, Tensor, Tensor]
     output: Tensor
-    real: Tensor  # [1, T]
+    real: Tensor  # [n]
     stream: Any = None
     pool: Any = None
+
+    def rows(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+        """query, key, value, output, real of a read of this shape, [B, T, ...] each."""
+        count = shape[0] * shape[1]
+        return tuple(
+            tensor[:count].view(*shape, *tensor.shape[1:]) for tensor in (*self.tokens, self.output, self.real)
+        )
 
 
 @cache
 def _addresses(
-    width: int, query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, device: torch.device
+    count: int, query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Addresses:
     """Shared by all graphs for tokens of these shapes: only one of them runs at a time."""
 
     def rows(shape: torch.Size) -> Tensor:
-        return torch.zeros(width, *shape, dtype=dtype, device=device)
+        return torch.zeros(count, *shape, dtype=dtype, device=device)
 
     gpu = device.type == "cuda"
     return Addresses(
         (rows(query), rows(key), rows(value)),
         rows(torch.Size((query[0], value[1]))),
-        torch.ones(1, width, dtype=torch.bool, device=device),
+        torch.zeros(count, dtype=torch.bool, device=device),
         torch.cuda.Stream(device) if gpu else None,  # type: ignore[no-untyped-call]
         torch.cuda.graph_pool_handle() if gpu else None,
     )
 
 
 class ReadGraphs:
-    """Reads of one request, as many tokens as one of `widths`; new: query [T, H, D], key [T, G, D], value [T, G, V]."""
+    """Reads of a few requests; shapes: their rows and tokens; new: query [n, H, D], key [n, G, D], value [n, G, V]."""
 
     def __init__(
         self,
@@ -107,63 +115,88 @@ class ReadGraphs:
         new: tuple[Tensor, Tensor, Tensor],
         policy: Policy,
         attention: Attention,
-        widths: Sequence[int],
+        shapes: Sequence[tuple[int, int]],
         chunk: int,
     ) -> None:
         self.policy, self.attention, self.chunk = policy, attention, chunk
-        rows: dict[str, Any] = {name: tensor[:1].clone() for name, tensor in blocks.tensors().items()}
-        self.slots = replace(blocks, **rows)
-        self.at = _addresses(max(widths), *(tensor.shape[1:] for tensor in new), new[0].dtype, new[0].device)
-        self.replays = self._captured(sorted(widths))
+        self.slots = _slots(blocks, max(rows for rows, _ in shapes))
+        most = max(rows * width for rows, width in shapes)
+        self.at = _addresses(most, *(tensor.shape[1:] for tensor in new), new[0].dtype, new[0].device)
+        self.replays = self._captured(shapes)
 
-    def fits(self, segment: Segment) -> bool:
-        rows, width = segment.tokens.shape
-        return rows == 1 and width in self.replays
-
-    def run(self, blocks: Slots, segment: Segment, new: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """Read a segment that fits; blocks: those of any layer alike."""
-        width = segment.tokens.shape[1]
-        ours, theirs = self.slots.tensors(), blocks.tensors()
+    def run(self, blocks: Slots, segment: Segment, new: tuple[Tensor, Tensor, Tensor], output: Tensor) -> bool:
+        """Read a segment, in blocks of any layer alike; false, and nothing done, if no graph is large enough."""
+        count, width = segment.tokens.shape
+        rows = next((rows for rows in ROWS if rows >= count and (rows, width) in self.replays), None)
+        if rows is None:
+            return False
+        ours, theirs = self._first(count).tensors(), blocks.tensors()
         for name, tensor in ours.items():
             torch.index_select(theirs[name], 0, segment.blocks, out=tensor)
-        self.slots.seen.copy_(segment.seen)
-        for place, tensor in zip(self.at.tokens, new, strict=True):
-            torch.index_select(tensor, 0, segment.tokens[0], out=place[:width])
-        if segment.real is None:
-            self.at.real[:, :width] = True
-        else:
-            self.at.real[:, :width] = segment.real
-        self.replays[width]()
-        output[segment.places] = self.at.output[: len(segment.places)]
+        ours["seen"].copy_(segment.seen)
+        *places, results, real = self.at.rows((rows, width))
+        for place, tensor in zip(places, new, strict=True):
+            place[:count] = segment.rows_of(tensor)
+        real[:count] = True if segment.real is None else segment.real
+        if rows > count:
+            real[count:] = False
+            self.slots.positions[count:rows] = -1  # what lies there is another layer's
+        self.replays[rows, width]()
+        segment.put(output, results[:count])
         for name, tensor in ours.items():
             theirs[name].index_copy_(0, segment.blocks, tensor)
+        return True
 
-    def _read(self, width: int) -> None:
+    def _first(self, count: int) -> Slots:
+        rows: dict[str, Any] = {name: tensor[:count] for name, tensor in self.slots.tensors().items()}
+        return replace(self.slots, **rows, fed=self.slots.positions.shape[2], packed_at=-1)
+
+    def _read(self, shape: tuple[int, int]) -> None:
         """The read that a graph holds: whatever the slots are, also those of a request that begins."""
-        slots = replace(self.slots, fed=self.slots.positions.shape[2], packed_at=-1)
+        slots = self._first(shape[0])
         empty_new(slots)
         zero_empty(slots)
-        query, key, value = (tensor[:width].transpose(0, 1)[None] for tensor in self.at.tokens)
-        mixed = read(slots, query, key, value, self.policy, self.attention, self.at.real[:, :width], self.chunk)
-        self.at.output[:width] = mixed[0].transpose(0, 1)
+        *tokens, output, real = self.at.rows(shape)
+        query, key, value = (tensor.transpose(1, 2) for tensor in tokens)
+        output.copy_(read(slots, query, key, value, self.policy, self.attention, real, self.chunk).transpose(1, 2))
 
-    def _captured(self, widths: list[int]) -> dict[int, Callable[[], object]]:
-        """By width, what runs its read."""
+    def _captured(self, shapes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Callable[[], object]]:
+        """By shape, what runs its read."""
         if self.at.stream is None:
-            return {width: partial(self._read, width) for width in widths}
+            return {shape: partial(self._read, shape) for shape in shapes}
         self.at.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.at.stream):
-            for width in widths:
-                if width <= self.chunk:
-                    self._read(width)  # compiles; longer reads have the same chunks
+            for shape in shapes:
+                if shape[1] <= self.chunk:
+                    self._read(shape)  # compiles; longer reads have the same chunks
             torch.cuda.synchronize()
-            # the longest first: the others then find room in its memory
-            return {width: self._graph(width).replay for width in reversed(widths)}
+            # the largest first: the others then find room in its memory
+            order = sorted(shapes, key=lambda shape: (-shape[0], -shape[1]))
+            return {shape: self._graph(shape).replay for shape in order}
 
-    def _graph(self, width: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, shape: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """torch.cuda.graph() would collect garbage every time, which takes longer than the capture."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.at.pool, capture_error_mode="thread_local")
-        self._read(width)
+        self._read(shape)
         graph.capture_end()
         return graph
+
+
+_memory: dict[torch.device, Tensor] = {}
+
+
+def _slots(blocks: Slots, count: int) -> Slots:
+    """Slots for so many rows, each as the first block is. Layers of all kinds have them in the same memory."""
+    parts = {name: (count, *tensor.shape[1:]) for name, tensor in blocks.tensors().items()}
+    sizes = {name: -(-prod(shape) * getattr(blocks, name).itemsize // 64) * 64 for name, shape in parts.items()}
+    device = blocks.keys.device
+    if device not in _memory or _memory[device].numel() < sum(sizes.values()):
+        _memory[device] = torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device)
+    rows: dict[str, Any] = {}
+    for name, memory in zip(
+        parts, torch.split(_memory[device][: sum(sizes.values())], list(sizes.values())), strict=True
+    ):
+        first = getattr(blocks, name)[:1]
+        rows[name] = memory[: prod(parts[name]) * first.itemsize].view(first.dtype).view(parts[name]).copy_(first)
+    return replace(blocks, **rows)

@@ -19,7 +19,8 @@ from ..core.recurrence import CHUNK
 
 _BYTES = 2 << 30  # logits of a chunk and copies of slots, all rows together, that a read may take about
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
-GRAPHS = tuple(TAILS[-1] << power for power in range(6))  # tokens of one row that a CUDA graph reads
+GRAPHS = tuple(TAILS[-1] << power for power in range(6))  # tokens of a row that a CUDA graph reads
+ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32)  # rows that a CUDA graph reads; fewer leave some of them idle
 
 
 class Row(NamedTuple):
@@ -74,7 +75,8 @@ class Fit:
 class Segment:
     """Rows read together. blocks, seen [B]; tokens, real [B, T]: places in the batch, and whether there is a token.
 
-    The output of padded token padded[i] belongs to places[i] of the batch. begins: blocks that must be empty first.
+    The output of padded token padded[i] belongs to places[i] of the batch. `spaced`, where rows have no padding and lie
+    at equal distances: the first token's place and the distance. begins: blocks that must be empty first.
     `filled`: slots at or past this one are surely empty (rows of unequal length leave gaps); `partial`: some row has
     empty slots.
     """
@@ -85,9 +87,29 @@ class Segment:
     real: Tensor | None
     padded: Tensor
     places: Tensor
+    spaced: tuple[int, int] | None
     begins: bool
     filled: int
     partial: bool
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """tensor [tokens, ...] of the batch -> [B, T, ...], as a view where rows are spaced."""
+        return tensor[self.tokens] if self.spaced is None else self._view(tensor)
+
+    def put(self, tensor: Tensor, rows: Tensor) -> None:
+        """rows [B, T, ...] go to their tokens' places in tensor [tokens, ...]."""
+        if self.spaced is None:
+            tensor.index_copy_(0, self.places, rows.flatten(0, 1)[self.padded])
+        else:
+            self._view(tensor).copy_(rows)
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        assert self.spaced is not None
+        (first, distance), (by_token, *others) = self.spaced, tensor.stride()
+        begin = tensor.storage_offset() + first * by_token
+        return tensor.as_strided(
+            (*self.tokens.shape, *tensor.shape[1:]), (distance * by_token, by_token, *others), begin
+        )
 
 
 @dataclass(frozen=True)
@@ -144,22 +166,32 @@ def _segments(rows: list[Row], chunk: int, sizes: Sizes) -> list[list[Row]]:
     while rows:
         count = sizes.rows_at_once(min(chunk, _width(rows[0].size, sizes.gpu)))
         some, rows = rows[:count], rows[count:]
-        ends = sorted({-(-row.size // chunk) * chunk for row in some})
-        if len(some) == 1 and sizes.gpu:
-            ends = _graph_ends(some[0].size)
+        ends = _ends(some, chunk, sizes.gpu)
         for start, end in pairwise([0, *ends]):
             parts = (_part(row, start, end) for row in some if row.size > start)
             segments.append(list(parts))
     return segments
 
 
-def _graph_ends(size: int) -> list[int]:
-    """Where one row is cut so that every part but the last has as many chunks as a CUDA graph holds."""
-    ends, left = [0], size
-    while left >= GRAPHS[0]:
-        ends.append(ends[-1] + max(width for width in GRAPHS if width <= left))
-        left = size - ends[-1]
-    return [*ends[1:], size] if left else ends[1:]
+def _ends(rows: list[Row], chunk: int, gpu: bool) -> list[int]:
+    """Where parts of rows that are read together end: where one of them has no chunk left.
+
+    On a GPU also where one of them has no whole chunk left, and so that a part has as many as a CUDA graph.
+    """
+    ends = {-(-row.size // chunk) * chunk for row in rows}
+    if not gpu:
+        return sorted(ends)
+    ends |= {row.size // chunk * chunk for row in rows}
+    parts = [0]
+    for end in sorted(ends - {0}):
+        while parts[-1] < end:
+            parts.append(parts[-1] + max(width for width in GRAPHS if width <= end - parts[-1]))
+    return parts[1:]
+
+
+def graph_shapes(tokens: int) -> list[tuple[int, int]]:
+    """Rows and tokens of the reads that CUDA graphs are captured for, in batches of so many tokens."""
+    return [(rows, width) for rows in ROWS for width in (TAILS[0], *GRAPHS) if rows * width <= tokens]
 
 
 def _part(row: Row, start: int, end: int) -> Row:
@@ -268,6 +300,7 @@ class _SegmentArrays(NamedTuple):
     shape: tuple[int, int]
     arrays: dict[str, int]
     ragged: bool
+    spaced: tuple[int, int] | None
     begins: bool
     filled: int
     partial: bool
@@ -288,10 +321,19 @@ def _segment(rows: list[Row], copy: _Copy, sizes: Sizes) -> _SegmentArrays:
         shape=(len(rows), width),
         arrays=copy.add(arrays),
         ragged=bool((size < width).any()),
+        spaced=_spaced(start, size, width),
         begins=bool((seen == 0).any()),
         filled=0 if not sizes.gpu and not seen.any() else sizes.slots,
         partial=bool((seen < sizes.slots - 1).any()),
     )
+
+
+def _spaced(start: Any, size: Any, width: int) -> tuple[int, int] | None:
+    """The first row's start and the distance to the next, where it is the same for all and nothing is padded."""
+    distances = np.diff(start)
+    if (size < width).any() or (len(distances) and ((distances != distances[0]).any() or distances[0] < 0)):
+        return None
+    return int(start[0]), int(distances[0]) if len(distances) else 0
 
 
 def _width(size: int, gpu: bool) -> int:
@@ -312,6 +354,7 @@ def _make_segment(segment: _SegmentArrays, tensors: list[Tensor], blocks: Tensor
         real=real,
         padded=part["padded"],
         places=part["places"],
+        spaced=segment.spaced,
         begins=segment.begins,
         filled=segment.filled,
         partial=segment.partial,

@@ -20,7 +20,7 @@ from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout
 from .read_graphs import capture
-from .reads import GRAPHS, TAILS
+from .reads import TAILS, graph_shapes
 
 _rehearsed: dict[tuple[object, ...], int] = {}
 seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
@@ -41,16 +41,16 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
     most = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention).rows_at_once(chunk)
     rows = max(1, min(most, tokens // chunk, requests))
     reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
+    shapes = [shape for shape in graph_shapes(tokens) if shape[0] <= rows]
     if query.is_cuda and kernels.compiled("cuda"):
         from ..kernels.triton.compilation import compiling_only
 
         with _timed("compiling", device), compiling_only():
-            for count, size in reads:
+            for count, size in {*reads, *(shape for shape in shapes if shape[1] == chunk)}:
                 _read(_blocks(layout, count, device), layout, new, attention, output, size)
             _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
-    widths = [TAILS[0], *(width for width in GRAPHS if width <= tokens)]
     with _timed("graphs", device):
-        uncounted = capture(_blocks(layout, 1, device), new, layout.policy, attention, widths, chunk)
+        uncounted = capture(_blocks(layout, 1, device), new, layout.policy, attention, shapes, chunk)
     graphs = torch.empty(uncounted, dtype=torch.uint8, device=device)  # vLLM counts tensors
     with _timed("reads", device):
         for count, size in reads:
