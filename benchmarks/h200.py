@@ -162,8 +162,7 @@ def overhead(s: Session) -> None:
 
 
 def formats(s: Session) -> None:
-    """Slots of 16, 8 and 4 bits: steps, the largest batch, and prompts."""
-    s.load("llama-2-7b")
+    """Slots of 16, 8 and 4 bits: steps and the largest batch."""
     settings = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
     policies = (s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4")
     for batch in (384, 1, 48) if not s.small else (2,):
@@ -177,7 +176,12 @@ def formats(s: Session) -> None:
     full = s.figure("full, largest", lambda: decode.largest_full(s.model, s.context, None, **settings))
     for policy in policies:
         s.figure(f"{policy}, largest", lambda: decode.largest(s.model, policy, s.context, **settings), times_full=full)
-    settings = {"chunk": 256 if not s.small else 16, "runs": 3}
+
+
+def formats_prefill(s: Session) -> None:
+    """Prompts into slots of 16, 8 and 4 bits."""
+    policies = (s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4")
+    settings = {"chunk": 256 if not s.small else 16, "runs": min(3, s.options.runs)}
     for batch in (32, 1) if not s.small else (2,):
         plain = None
         for policy in policies:
@@ -315,6 +319,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "decode": lambda s: decoding(s, "llama-2-7b"),
     "overhead": overhead,
     "formats": formats,
+    "formats_prefill": formats_prefill,
     "latency": latency,
     "latency3": lambda s: latency(s, "llama-3-8b"),
     "prefill": lambda s: prompts(s, False),
