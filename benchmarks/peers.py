@@ -8,7 +8,7 @@ The same model (SmolLM2-135M), the same texts, the same number of tokens kept of
 - memory: seconds of reading one prompt and of a step after it; on a GPU the peak bytes above the model's own as well.
 A policy of kvpress reads the whole prompt with full attention and then drops tokens, and what comes later is added;
 msrnn never holds more than `capacity` + 1. `--kvpress PYTHON` names the python that has kvpress (default: that of
-.venv-kvpress). The same command resumes.
+.venv-kvpress), `--llamacpp PYTHON` one that has llama-cpp-python, for perplexity on a CPU. The same command resumes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ RUNS = {
         *("msrnn fade, 8 bits, profile", "transformers sliding"),
     ),
     "peers_kvpress.py": KVPRESS,
+    "peers_llamacpp.py": ("llama.cpp full", "llama.cpp shift"),
 }
 MEMORY_RUNS = {
     "peers_msrnn.py": (
@@ -54,7 +55,7 @@ MEMORY_RUNS = {
     "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
 }
 QUANTISED = ("transformers quantised, 4 bits", "transformers quantised, 2 bits")  # where optimum-quanto is installed
-KEEP_ALL = ("transformers full", "transformers static", *QUANTISED)
+KEEP_ALL = ("transformers full", "transformers static", "llama.cpp full", *QUANTISED)
 RULER_KINDS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "vt")
 NEW_TOKENS = 64
 Job = dict[str, Any]
@@ -117,17 +118,33 @@ def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Results:
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     out = options.work / f"{part}.{options.capacity}.results.jsonl"
     for script, runs in (MEMORY_RUNS if part == "memory" else RUNS).items():
-        if "kvpress" not in script and find_spec("optimum.quanto" if find_spec("optimum") else "optimum"):
-            runs += QUANTISED
-        python = options.kvpress if "kvpress" in script else sys.executable
-        if not Path(python).exists():
-            print(f"{script} is left out: there is no {python}; run `make .venv-kvpress/.installed`")
+        if not (chosen := [run for run in present(script, runs) if run.startswith(tuple(options.runs))]):
             continue
-        command = [python, str(HERE / script), "--model", options.model, "--jobs", str(path), "--out", str(out)]
-        command += ["--capacity", str(options.capacity), "--threads", str(options.threads), "--runs", *runs]
+        python, model = worker(script, part, options)
+        if python is None:
+            continue
+        command = [python, str(HERE / script), "--model", model, "--jobs", str(path), "--out", str(out)]
+        command += ["--capacity", str(options.capacity), "--threads", str(options.threads), "--runs", *chosen]
         command += ["--device", options.device, "--dtype", options.dtype, "--deadline", str(options.deadline)]
         subprocess.run(command, check=True)
     return by_run(out)
+
+
+def present(script: str, runs: tuple[str, ...]) -> tuple[str, ...]:
+    """The runs of a script, with those that need a package where it is installed."""
+    quantised = script == "peers_msrnn.py" and find_spec("optimum.quanto" if find_spec("optimum") else "optimum")
+    return (*runs, *QUANTISED) if quantised else runs
+
+
+def worker(script: str, part: str, options: argparse.Namespace) -> tuple[str | None, str]:
+    """The python that runs a script (None: leave it out) and the model that it takes."""
+    if script == "peers_llamacpp.py":
+        return options.llamacpp if part == "pg19" else None, str(options.gguf)
+    python = options.kvpress if script == "peers_kvpress.py" else sys.executable
+    if not Path(python).exists():
+        print(f"{script} is left out: there is no {python}; run `make .venv-kvpress/.installed`")
+        return None, options.model
+    return python, options.model
 
 
 def by_run(path: Path) -> Results:
@@ -251,6 +268,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=600, help="start no job after this time")
     parser.add_argument("--kvpress", default=str(HERE.parent / ".venv-kvpress" / "bin" / "python"))
+    parser.add_argument("--llamacpp", help="a python that has llama-cpp-python (default: none)")
+    parser.add_argument("--gguf", help="the model as a GGUF file, for llama.cpp")
+    parser.add_argument("--runs", nargs="+", default=[""], help="only those whose names begin so, such as llama.cpp")
     parser.add_argument("--work", type=Path, default=Path("/tmp/msrnn-peers"), help="jobs and results so far")
     parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "peers.jsonl")
     options = parser.parse_args()

@@ -49,4 +49,4 @@ RUNS["transformers quantised, 2 bits"] = quantised(2)
 RUNS["msrnn fade, 8 bits, profile"] = eight_bit
 
 if __name__ == "__main__":
-    serve(RUNS, {name: version(name) for name in ("msrnn", "transformers", "torch")})
+    serve(RUNS, {"msrnn": msrnn.__version__} | {name: version(name) for name in ("transformers", "torch")})

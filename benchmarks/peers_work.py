@@ -8,13 +8,13 @@ has one JSON object per line, each with `rows`, prompts of one length that are r
 Results go to a file, one line each; what is there already is not done again.
 """
 
-import argparse
 import gc
 import json
 import time
 from pathlib import Path
 
 import torch
+from peers_arguments import arguments
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -91,20 +91,6 @@ def work(model, make, job):
         return result | {"nll": loss(model, cache, logits, job["continuation"], length)}
     new, step_seconds = greedy(model, cache, logits, job.get("new_tokens", STEPS), length)
     return result | {"step_s": step_seconds} | ({} if job.get("memory") else {"ids": new})
-
-
-def arguments(runs):
-    parser = argparse.ArgumentParser(description="Do jobs for benchmarks/peers.py.")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--jobs", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", nargs="+", choices=sorted(runs), required=True)
-    parser.add_argument("--capacity", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--deadline", type=float, required=True, help="start no job after this time (time.time())")
-    return parser.parse_args()
 
 
 def serve(runs, versions):

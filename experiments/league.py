@@ -52,7 +52,7 @@ BUILT_IN = ("window+4", "h2o", "h2o-layer", "tova", "tova-head", "fade", "tova,g
 RULES = (
     "random", "key_norm", "value_norm", "key_difference", "redundancy", "lagged", "window_attention", "output_aware",
 )  # fmt: skip
-FRAMES = ("{}", "{}-head+4,last=1/2")
+FRAMES = ("{}-head+4,last=1/2", "{}")
 FADING = ("output_aware-head,last=1/2,momentum=1-1.5/k", "window_attention-head,last=1/2")
 SCORES = (
     *("tova", "fade", "tova,gain=value_norm", "fade,gain=value_norm", FADING[0], "output_aware", FADING[1]),
@@ -128,7 +128,7 @@ def league(halves: Halves, capacity: int, scores_only: bool) -> list[str]:
 def with_all_rules(players: Sequence[str], capacity: int) -> list[str]:
     """A rule whose perplexity is not measured yet stands in fade's frame, the better one of every rule so far."""
     present = {split_policy(policy).kind.split("-")[0] for policy in players}
-    return [*players, *(sized(frames(rule)[-1], capacity) for rule in RULES if rule not in present)]
+    return [*players, *(sized(frames(rule)[0], capacity) for rule in RULES if rule not in present)]
 
 
 def table(halves: Halves, players: Sequence[str], capacity: int) -> str:

@@ -16,7 +16,7 @@ from msrnn.eval.prompts import Resources
 from msrnn.eval.run import run
 from msrnn.eval.task import Output
 from msrnn.eval.tasks import babilong, ruler
-from msrnn.eval.tasks.ruler_examples import KINDS, Texts, builder, common_words, frequent_words, variables
+from msrnn.eval.tasks.ruler_examples import KINDS, Example, Texts, builder, common_words, frequent_words, variables
 from tests.support import tiny_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,3 +196,17 @@ def test_they_run_and_give_intervals(folder: str, tmp_path: Path, name: str) -> 
     assert {record.policy for record in records} == {"full", "tova:64"}
     assert {record.cell["kind"] for record in records} == {*kinds, "all"} if name == "ruler" else {"qa1"}
     assert all(record.low is not None and record.low <= record.value <= record.high for record in records)
+
+
+def test_a_haystack_is_no_longer_than_its_book(resources: Resources) -> None:
+    """The estimate from the first sentences, which are short, is far too large."""
+    lines = tuple(["Oh."] * 4 + ["This is a sentence of about ten tokens, one hopes."] * 60)
+
+    def build(size: int) -> Example:
+        assert size <= len(lines)
+        return Example("", " ".join(lines[:size]), "", "", ("",))
+
+    length = len(ruler.compose(resources, build(50), None))
+    assert ruler.largest(build, resources, length, len(lines)).context.count("about") >= 43
+    with pytest.raises(ValueError, match="has 64 sentences, too few for a prompt of 4000 tokens; give longer books"):
+        ruler.largest(build, resources, 4000, len(lines))

@@ -19,7 +19,7 @@ from itertools import product
 from .. import data, metrics
 from ..prompts import Resources
 from ..task import Output, Row, Sample, Task
-from .ruler_examples import KINDS, SENTENCE_END, Example, Texts, builder
+from .ruler_examples import KINDS, SENTENCE_END, Example, Texts, builder, largest_size
 
 NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # as RULER; needles take 128
 NEEDLE_TOKENS = 128
@@ -74,8 +74,10 @@ def _samples(settings: Settings, resources: Resources) -> Iterator[Sample]:
     texts = cache(lambda book: Texts(tuple(SENTENCE_END.split(" ".join(books[book].split()))), words, passages))
     for number, length, kind in product(range(settings.samples), settings.lengths, settings.kinds):
         name = f"{kind}:{length}:{number}"
-        build = partial(_build, kind, length, texts(number % len(books)), f"{resources.seed}/{name}")
-        yield Sample(name, str(number), Problem(kind, length, largest(build, resources, length - new_tokens(kind))))
+        book = texts(number % len(books))
+        build = partial(_build, kind, length, book, f"{resources.seed}/{name}")
+        example = largest(build, resources, length - new_tokens(kind), largest_size(kind, book))
+        yield Sample(name, str(number), Problem(kind, length, example))
 
 
 def _build(kind: str, length: int, texts: Texts, seed: str, size: int) -> Example:
@@ -107,12 +109,15 @@ def _stands_in(answer: str, document: str) -> bool:
     return short and answer.lower() in document.lower()
 
 
-def largest(build: Callable[[int], Example], resources: Resources, length: int) -> Example:
-    """The example of the largest size, to a few percent, whose prompt has at most `length` tokens."""
+def largest(build: Callable[[int], Example], resources: Resources, length: int, most: int | None = None) -> Example:
+    """The example of the largest size, to a few percent, whose prompt has at most `length` tokens.
+
+    `most` is the largest size that can be built; what is larger than that is refused.
+    """
     small = len(compose(resources, build(1), None))
     if small > length:
         raise ValueError(f"the shortest example has {small} tokens, more than {length}; give longer lengths")
-    best, over, size = 1, length, 3  # `best` fits, `over` does not
+    best, over, size = 1, min(length, (most or length) + 1), 3  # `best` fits, `over` does not
     for _ in range(8):
         tokens = len(compose(resources, build(size), None))
         best, over = (size, over) if tokens <= length else (best, size)
@@ -120,6 +125,8 @@ def largest(build: Callable[[int], Example], resources: Resources, length: int) 
         size = min(max(estimate, best + 1), over - 1)
         if size <= best:
             break
+    if best == most:
+        raise ValueError(f"a book has {most} sentences, too few for a prompt of {length} tokens; give longer books")
     return build(best)
 
 

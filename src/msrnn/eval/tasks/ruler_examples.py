@@ -79,6 +79,11 @@ NEEDLES = {
 }
 
 
+def largest_size(kind: str, texts: Texts) -> int | None:
+    """The sentences of the book, where the haystack is made of them."""
+    return len(texts.sentences) if kind in NEEDLES and NEEDLES[kind].haystack == "book" else None
+
+
 def needles(kind: Needles, texts: Texts, size: int, rng: random.Random) -> Example:
     """`size` sentences, or other needles, around those that are asked for."""
     keys = _keys(texts, rng, kind.keys)
@@ -128,8 +133,6 @@ def _filler(size: int) -> list[str]:
 
 def _pages(texts: Texts, size: int, rng: random.Random) -> list[str]:
     """So many sentences of the book from anywhere in it; after its end comes its beginning."""
-    if size > len(texts.sentences):
-        raise ValueError(f"a book has {len(texts.sentences)} sentences, {size} are needed; give longer books")
     start = int(rng.random() * len(texts.sentences))
     return [texts.sentences[(start + place) % len(texts.sentences)] for place in range(size)]
 
