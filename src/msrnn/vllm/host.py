@@ -20,7 +20,7 @@ class HostPool:
 
     def __init__(self, states: int, layers: Sequence[Tensor]) -> None:
         self.gpu = layers[0].is_cuda
-        self.memory = [torch.empty(states, layer.shape[1], dtype=torch.uint8, pin_memory=self.gpu) for layer in layers]
+        self.memory = [_host_rows(states, layer.shape[1], self.gpu) for layer in layers]
         self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
         self.copies: deque[torch.cuda.Event] = deque()
 
@@ -56,9 +56,13 @@ class HostPool:
             layer[block].copy_(memory[place], non_blocking=True)
 
 
-def _pin(memory: Tensor) -> None:
-    """As it is: PyTorch's own pinned memory comes in powers of two, up to twice of what was asked for."""
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(code):
-        gib = memory.nbytes / 2**30
-        raise MemoryError(f"{gib:.1f} GiB of host memory cannot be pinned (CUDA error {int(code)}); take less")
+def _host_rows(states: int, size: int, pinned: bool) -> Tensor:
+    """[states, bytes] of host memory. Pinned as it is: PyTorch's own pinned memory comes in powers of two."""
+    memory = torch.empty(states, size, dtype=torch.uint8)
+    if pinned:
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code:
+            gib = memory.nbytes / 2**30
+            raise MemoryError(f"{gib:.1f} GiB of host memory cannot be pinned (CUDA error {code}); take less")
+    return memory
