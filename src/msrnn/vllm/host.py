@@ -20,7 +20,9 @@ class HostPool:
 
     def __init__(self, states: int, layers: Sequence[Tensor]) -> None:
         self.gpu = layers[0].is_cuda
-        self.memory = [_host_rows(states, layer.shape[1], self.gpu) for layer in layers]
+        sizes = [layer.shape[1] for layer in layers]
+        parts = _host_memory(states * sum(sizes), self.gpu).split([states * size for size in sizes])
+        self.memory = [part.view(states, size) for part, size in zip(parts, sizes, strict=True)]
         self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
         self.copies: deque[torch.cuda.Event] = deque()
 
@@ -56,9 +58,9 @@ class HostPool:
             layer[block].copy_(memory[place], non_blocking=True)
 
 
-def _host_rows(states: int, size: int, pinned: bool) -> Tensor:
-    """[states, bytes] of host memory. Pinned as it is: PyTorch's own pinned memory comes in powers of two."""
-    memory = torch.empty(states, size, dtype=torch.uint8)
+def _host_memory(size: int, pinned: bool) -> Tensor:
+    """So many bytes. Pinned as they are: PyTorch's own pinned memory comes in powers of two."""
+    memory = torch.empty(size, dtype=torch.uint8)
     if pinned:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
