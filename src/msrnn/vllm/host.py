@@ -21,7 +21,7 @@ class HostPool:
     def __init__(self, states: int, layers: Sequence[Tensor]) -> None:
         self.gpu = layers[0].is_cuda
         sizes = [layer.shape[1] for layer in layers]
-        parts = _host_memory(states * sum(sizes), self.gpu).split([states * size for size in sizes])
+        parts = torch.split(_host_memory(states * sum(sizes), self.gpu), [states * size for size in sizes])
         self.memory = [part.view(states, size) for part, size in zip(parts, sizes, strict=True)]
         self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
         self.copies: deque[torch.cuda.Event] = deque()
