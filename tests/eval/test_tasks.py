@@ -178,8 +178,11 @@ def test_repetition_by_hand():
         ("Story A is better", "A"),
         ("**B**", "B"),
         ("tie", "tie"),
-        ("Both", "tie"),
-        ("", "tie"),
+        ("Tie: both are fine", "tie"),
+        ("Both", None),
+        ("A's", "A"),
+        ("Because", None),
+        ("", None),
     ],
 )
 def test_what_a_judge_says_is_understood(answer, meant):
@@ -244,21 +247,23 @@ def test_a_pair_is_shown_twice_with_sides_swapped(server):
 
 
 @pytest.mark.parametrize(
-    "answers, verdict, agrees",
+    "answers, verdict, agrees, answered",
     [
-        (("A", "B"), "wins", True),
-        (("B", "A"), "losses", True),
-        (("A", "A"), "ties", False),
-        (("B", "tie"), "ties", False),
-        (("tie", "tie"), "ties", True),
+        (("A", "B"), "wins", True, 1),
+        (("B", "A"), "losses", True, 1),
+        (("A", "A"), "ties", False, 1),
+        (("B", "tie"), "ties", False, 1),
+        (("tie", "tie"), "ties", True, 1),
+        ((None, "B"), "ties", False, 0.5),
+        ((None, None), "ties", False, 0),  # silence is no agreement
     ],
 )
-def test_a_win_needs_both_sides(monkeypatch, answers, verdict, agrees):
+def test_a_win_needs_both_sides(monkeypatch, answers, verdict, agrees, answered):
     pytest.importorskip("openai", reason="the extra 'judge' is not installed")
     replies = iter(answers)
     one = judge.Judge("http://127.0.0.1:9/v1", "none")
     monkeypatch.setattr(one, "prefers", lambda *_: next(replies))
-    assert one.compare("", "", "") == (verdict, agrees)
+    assert one.compare("", "", "") == (verdict, agrees, answered)
 
 
 def test_a_judge_that_is_not_there_is_named():
@@ -275,7 +280,7 @@ def test_stories_are_measured_and_judged(server, folder, tmp_path):
     by = {(r.policy, r.metric): r for r in records}
     wins, ties, losses = (by["tova:16", name].value for name in judge.VERDICTS)
     assert wins + ties + losses == pytest.approx(1)
-    assert 0 <= by["tova:16", "agreement"].value <= 1
+    assert 0 <= by["tova:16", "agreement"].value <= by["tova:16", "answered"].value <= 1
     assert ("full", "wins") not in by
     assert len(server.exchanges) == 2 * by["tova:16", "wins"].parts.__len__()
     assert by["full", "full perplexity"].value > 1

@@ -7,6 +7,11 @@ import re
 from typing import Any, NamedTuple
 
 VERDICTS = ("wins", "ties", "losses")
+_BOTH_SIDES: dict[tuple[str | None, ...], str] = {
+    ("A", "B"): "wins",
+    ("B", "A"): "losses",
+    ("tie", "tie"): "ties",
+}
 QUESTION = """\
 Two stories were written to this request:
 {request}
@@ -21,10 +26,14 @@ Which story is better: more coherent, more interesting, closer to the request? A
 
 
 class Judgement(NamedTuple):
-    """`agrees`: the judge says the same whichever story comes first."""
+    """`agrees`: the judge says the same whichever story comes first; `answered`: the share of its replies that say it.
+
+    Two replies that say nothing of the kind do not agree.
+    """
 
     verdict: str
     agrees: bool
+    answered: float
 
 
 class Judge:
@@ -41,11 +50,11 @@ class Judge:
     def compare(self, request: str, story: str, rival: str) -> Judgement:
         """A win or a loss only if the judge says so on both sides."""
         sides = self.prefers(request, story, rival), self.prefers(request, rival, story)
-        verdicts = {("A", "B"): "wins", ("B", "A"): "losses"}
-        return Judgement(verdicts.get(sides, "ties"), sides in verdicts or sides == ("tie", "tie"))
+        answered = sum(side is not None for side in sides) / len(sides)
+        return Judgement(_BOTH_SIDES.get(sides, "ties"), sides in _BOTH_SIDES, answered)
 
-    def prefers(self, request: str, a: str, b: str) -> str:
-        """`A`, `B` or `tie`; an answer that is none of them is a tie."""
+    def prefers(self, request: str, a: str, b: str) -> str | None:
+        """`A`, `B` or `tie`; None for a reply that says none of them."""
         from openai import OpenAIError
 
         question = QUESTION.format(request=request, a=a, b=b)
@@ -58,7 +67,7 @@ class Judge:
         return verdict(reply.choices[0].message.content or "")
 
 
-def verdict(answer: str) -> str:
-    """`A`, `B` or `tie`, from the words of the judge."""
-    match = re.match(r"\W*(?:story\s+)?(a|b)\b", answer.strip(), re.IGNORECASE)
-    return match[1].upper() if match else "tie"
+def verdict(answer: str) -> str | None:
+    """`A`, `B` or `tie`, from the first words of the judge."""
+    match = re.match(r"\W*(?:story\s+)?(a|b|tie)\b", answer.strip(), re.IGNORECASE)
+    return {"a": "A", "b": "B", "tie": "tie"}[match[1].lower()] if match else None

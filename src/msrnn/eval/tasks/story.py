@@ -2,9 +2,9 @@
 
 The judge is any OpenAI-compatible endpoint (`judge_url`, `judge_model`); each pair is shown twice with the sides
 swapped, and a win counts only if it was preferred both times; `agreement` is how often the judge says the same in both
-orders. A story that ends before `new_tokens` is left out of the judgement, as is its pair. Without a judge: the plain
-model's perplexity of the story (given the prompt), the share of repeated 4-grams of words, its length in tokens, and
-how many ended by themselves.
+orders, `answered` the share of its replies that are a verdict at all. A story that ends before `new_tokens` is left out
+of the judgement, as is its pair. Without a judge: the plain model's perplexity of the story (given the prompt), the
+share of repeated 4-grams of words, its length in tokens, and how many ended by themselves.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def task(settings: Settings, resources: Resources) -> Task:
         if judge and full and not full.ended and not output.ended:
             judgement = judge.compare(PROMPT, output.text, full.text)
             columns |= {name: float(name == judgement.verdict) for name in VERDICTS}
-            columns |= {"agreement": float(judgement.agrees), "judged": 1.0}
+            columns |= {"agreement": float(judgement.agrees), "answered": judgement.answered, "judged": 1.0}
         return [Row(columns)]
 
-    judged = (*VERDICTS, "agreement")
+    judged = (*VERDICTS, "agreement", "answered")
     shares = tuple(Metric(name, metrics.mean(name, name, "judged").value, ("judged",)) for name in judged)
     measures = (metrics.mean("repetition"), metrics.mean("tokens"), metrics.mean("ended"))
     return Task(
