@@ -45,11 +45,12 @@ class Case(NamedTuple):
     chunk: int = 256
     attention: str = "steady"
     graphs: bool = False
+    block: int = 16  # rows that the scan prepares at a time
 
     @property
     def name(self) -> str:
-        graphs = ", CUDA graphs" if self.graphs else ""
-        return f"{self.rows} x {self.new} after {self.seen}, chunk {self.chunk}, {self.attention}{graphs}"
+        notes = (", CUDA graphs" if self.graphs else "") + (f", blocks of {self.block}" if self.block != 16 else "")
+        return f"{self.rows} x {self.new} after {self.seen}, chunk {self.chunk}, {self.attention}{notes}"
 
 
 CASES = [
@@ -59,13 +60,17 @@ CASES = [
     Case(1, 8192, 8192, graphs=True),
     Case(16, 512, 1024),
     Case(16, 512, 1024, graphs=True),
+    Case(32, 256, 1024),
     Case(32, 256, 1024, graphs=True),
-    Case(14, 512, 1024, graphs=True),
+    Case(1, 4096, 0, graphs=True, block=8),
+    Case(1, 8192, 8192, graphs=True, block=8),
+    Case(1, 4096, 0, graphs=True, block=4),
+    Case(1, 8192, 8192, graphs=True, block=4),
     Case(4, 2048, 1024),
     Case(4, 2048, 1024, graphs=True),
-    Case(1, 4096, 0, attention="flat", graphs=True),
-    Case(32, 256, 1024),
+    Case(14, 512, 1024, graphs=True),
     Case(1, 4096, 0, attention="flat"),
+    Case(1, 4096, 0, attention="flat", graphs=True),
     Case(1, 8192, 8192, chunk=512, graphs=True),
     Case(1, 8192, 8192, chunk=128, graphs=True),
 ]
@@ -148,6 +153,10 @@ def measure(case: Case, policy_text: str, device: torch.device) -> dict[str, Any
     reads.TAILS = (case.chunk // 4, case.chunk)
     reads.GRAPHS = tuple(case.chunk << power for power in range(6 if case.chunk == 256 else 7))
     read_graphs._graphs.clear()
+    if device.type == "cuda":
+        from msrnn.kernels.triton import scan
+
+        scan._ROWS = case.block
     policy, attention = parse_policy(policy_text), Attention(SIZE**-0.5)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout(policy, HEADS, KV_HEADS, SIZE, SIZE, dtype)
