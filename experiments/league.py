@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from books import (
 )
 
 from msrnn.analysis.league import league_table
-from msrnn.analysis.records import read_results
+from msrnn.analysis.records import models, read_results
 from msrnn.core.attention import Attention
 from msrnn.core.rules import memory_size
 from msrnn.core.slots import Columns, unit_count
@@ -220,6 +221,15 @@ def check_graphs() -> None:
                 )
 
 
+def print_tables(arguments: argparse.Namespace) -> None:
+    """A table for every model that has records of the capacity."""
+    everything = read_results([arguments.out])
+    for model, capacity in product(models(everything), arguments.capacity):
+        records = [one for one in everything if one.model == model]
+        if any(one.capacity == capacity for one in records):
+            print(f"\n{model}, {capacity:,} slots\n\n{league_table(records, capacity)}")
+
+
 def parse() -> argparse.Namespace:
     parser = options(__doc__ or "", "results/league.jsonl")
     parser.add_argument("--capacity", type=int, action="append", help="default: 256; recall is measured at the first")
@@ -238,8 +248,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.table:
-        for capacity in arguments.capacity:
-            print(league_table(read_results([arguments.out]), capacity))
+        print_tables(arguments)
         return
     deadline = time.monotonic() + 60 * arguments.minutes
     if arguments.device == "cuda":
