@@ -6,7 +6,8 @@ alike share the graphs. On other devices the same copies and the same read run a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -49,7 +50,7 @@ def capture(
 
     -> bytes that the graphs hold and that PyTorch does not count as allocated.
     """
-    if not can_be_captured(policy, attention):
+    if not shapes or not can_be_captured(policy, attention):
         return 0
     before = _uncounted(blocks.keys.device)
     _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
@@ -62,6 +63,15 @@ def _uncounted(device: torch.device) -> int:
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Inside this context every read is launched kernel by kernel."""
+    graphs = dict(_graphs)
+    _graphs.clear()
+    yield
+    _graphs.update(graphs)
 
 
 def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> ReadGraphs | None:

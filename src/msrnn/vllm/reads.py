@@ -165,6 +165,7 @@ def _segments(rows: list[Row], chunk: int, sizes: Sizes) -> list[list[Row]]:
     segments = []
     while rows:
         count = sizes.rows_at_once(min(chunk, _width(rows[0].size, sizes.gpu)))
+        count = min(count, ROWS[-1]) if sizes.gpu else count
         some, rows = rows[:count], rows[count:]
         ends = _ends(some, chunk, sizes.gpu)
         for start, end in pairwise([0, *ends]):

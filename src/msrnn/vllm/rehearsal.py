@@ -19,7 +19,7 @@ from ..core.attention import Attention
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout
-from .read_graphs import capture
+from .read_graphs import capture, without_graphs
 from .reads import TAILS, graph_shapes
 
 _rehearsed: dict[tuple[object, ...], int] = {}
@@ -46,13 +46,13 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
         from ..kernels.triton.compilation import compiling_only
 
         with _timed("compiling", device), compiling_only():
-            for count, size in {*reads, *(shape for shape in shapes if shape[1] == chunk)}:
+            for count, size in sorted({*reads, *(shape for shape in shapes if shape[1] == chunk)}):
                 _read(_blocks(layout, count, device), layout, new, attention, output, size)
             _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
     with _timed("graphs", device):
         uncounted = capture(_blocks(layout, 1, device), new, layout.policy, attention, shapes, chunk)
     graphs = torch.empty(uncounted, dtype=torch.uint8, device=device)  # vLLM counts tensors
-    with _timed("reads", device):
+    with _timed("reads", device), without_graphs():  # some pieces fit no graph
         for count, size in reads:
             _read(_blocks(layout, count, device), layout, new, attention, output, size)
     del graphs
