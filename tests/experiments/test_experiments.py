@@ -163,3 +163,26 @@ def test_budgets_end_to_end(
     results = {(record.task, record.policy): record for record in read_records(out)}
     assert results["budgets-novels", "tova:16 + profile"].value != results["budgets-novels", "tova:16"].value
     assert ("budgets-code", "tova:32") in results
+
+
+@pytest.mark.parametrize("count", ["slots", "state"])
+def test_candidates_for_best_fit_into_the_bytes_of_plain_slots(
+    data: Path,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    count: str,
+) -> None:
+    import best
+
+    out = tmp_path / "best.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "64", "--slots", "8", "--count", count]
+    kinds = ["--candidate", "fade,kv=int8", "--candidate", "tova,kv=k8v4"]
+    run(best, monkeypatch, *options, *kinds, "--half", "reporting", "--out", str(out))
+    # two KV heads of size 8 take 128 bytes in float32, 40 in int8, 44 in k8v4; positions 8 and scores 4 for each unit
+    sizes = {"slots": (9 * 128 // 40 - 1, 9 * 128 // 44 - 1), "state": (18, 22)}[count]
+    records = {one.policy: one for one in read_records(out)}
+    assert list(records) == ["full", "tova:8", f"fade:{sizes[0]},kv=int8", f"tova:{sizes[1]},kv=k8v4"]
+    assert records["tova:8"].task == "best-reporting"
+    assert "tova:8" in capsys.readouterr().out
