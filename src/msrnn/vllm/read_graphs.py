@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..core.attention import Attention
 from ..core.recurrence import read
 from ..core.slots import Slots
@@ -23,13 +24,16 @@ from ..policy import Policy
 from .block import empty_new, zero_empty
 from .reads import ROWS, Segment
 
+_MOST_SLOTS = 16384  # a chunk of larger states keeps the GPU busy, and the largest are scanned by plain PyTorch
 Kind = tuple[object, ...]
 _graphs: dict[Kind, ReadGraphs] = {}
 
 
-def can_be_captured(policy: Policy, attention: Attention) -> bool:
-    """Not where layers differ in more than their tokens, and not what waits for other processes."""
-    return policy.rule is None and attention.sinks is None and not attention.sharded
+def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
+    """Not where layers differ in more than their tokens, what waits for other processes, or what is not compiled."""
+    alike = policy.rule is None and attention.sinks is None and not attention.sharded
+    device, slots = blocks.keys.device.type, blocks.positions.shape[2]
+    return alike and slots <= _MOST_SLOTS and (device != "cuda" or kernels.compiled(device))
 
 
 def kind_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Kind:
@@ -50,7 +54,7 @@ def capture(
 
     -> bytes that the graphs hold and that PyTorch does not count as allocated.
     """
-    if not shapes or not can_be_captured(policy, attention):
+    if not shapes or not can_be_captured(blocks, policy, attention):
         return 0
     before = _uncounted(blocks.keys.device)
     _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
@@ -75,7 +79,7 @@ def without_graphs() -> Iterator[None]:
 
 
 def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> ReadGraphs | None:
-    if not _graphs or not can_be_captured(policy, attention):
+    if not _graphs or not can_be_captured(blocks, policy, attention):
         return None
     return _graphs.get(kind_of(blocks, query, policy, attention))
 
