@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from msrnn.budgets import profile
-from msrnn.cli import advise, main
+from msrnn.cli import main
 from msrnn.hf.load import bundled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +82,7 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main(command) == 0
     output = capsys.readouterr().out
     assert "asked for: within 5 %" in output
-    assert [line.split(" ")[0] for line in output.splitlines()][4:8] == ["tova", "fade", "h2o", "window+4"]
+    assert [line.split(" ")[0] for line in output.splitlines()][4:9] == ["best", "tova", "fade", "h2o", "window+4"]
     assert "not timed here" in output
 
 
@@ -103,6 +102,7 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
         (["calibrate", "--average", "8", "-o", "none/p.json"], "there is no folder none"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "full"], "'full' keeps everything"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "tova:8"], "names a size"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--policy", "best"], "best takes a profile rather than"),
         (["calibrate", "--average", "8", "-o", "p.json", "--grid", "8,x"], "'8,x' is not a list of whole numbers"),
         (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"], "outside the grid"),
         (
@@ -122,11 +122,3 @@ def test_mistakes_are_told_in_one_line(
     output = capsys.readouterr().err.strip().splitlines()
     assert reason in output[-1]
     assert output[-1].startswith("msrnn: error: ")
-
-
-def test_the_bundled_model_is_advised_on_its_profile_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_SHIPPED", tmp_path)
-    assert advise.default_kinds(None) == advise.KINDS
-    (tmp_path / "SmolLM2-135M-Instruct.json").write_text("{}")
-    assert advise.default_kinds(None) == (*advise.KINDS, "tova,profile=SmolLM2-135M-Instruct")
-    assert advise.default_kinds("other") == advise.KINDS

@@ -7,7 +7,7 @@ import math
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from ..budgets.profile import check_policy_kind, profile_path
+from ..budgets.profile import check_policy_kind
 from ..budgets.tolerance import Tolerance
 from ..system.console import progress, table
 from . import options
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..budgets.advise import Comparator, Comparison
 
-KINDS = ("tova", "fade", "h2o", "window+4")
+KINDS = ("best", "tova", "fade", "h2o", "window+4")
 _ABOUT = """\
 Find the smallest capacity per policy whose perplexity on your own text stays within so many points (or per cent) of the
 full model's, and say what that capacity saves: memory per sequence, largest batch, expected decoding speedup. A
@@ -33,17 +33,18 @@ examples:
   msrnn advise --text book.txt --within 0.4 --policy tova --policy tova,profile=profile.json --json
 """
 _NOTES = """\
-over full: perplexity points, with the 99 % interval over the chunks that were read before the answer was clear.
-state: bytes per sequence; a full cache takes {full} at {length:,} tokens. batch: sequences that fit into {memory} less
-the weights ({weights}), activations not counted; with a full cache {full_batch:,}. gain: expected decoding speed over a
-full cache at batch 1 and at these largest batches, from the bytes a step must read and nothing else; not timed here."""
+capacity: slots per layer on average; of best, the plain slots whose bytes it takes. over full: perplexity points, with
+the 99 % interval over the chunks that were read before the answer was clear. state: bytes per sequence; a full cache
+takes {full} at {length:,} tokens. batch: sequences that fit into {memory} less the weights ({weights}), activations not
+counted; with a full cache {full_batch:,}. gain: expected decoding speed over a full cache at batch 1 and at these
+largest batches, from the bytes a step must read and nothing else; not timed here."""
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("advise", help="the capacity a text needs", description=_ABOUT, epilog=_EXAMPLES)
     options.add_model_argument(parser)
     parser.add_argument("--within", required=True, metavar="X", help="perplexity points (0.4) or per cent (5%%)")
-    kinds = "a policy without a size: tova, h2o-layer, tova,profile=FILE; may be repeated"
+    kinds = "a policy without a size: best, tova, h2o-layer, tova,profile=FILE; may be repeated"
     parser.add_argument("--policy", action="append", metavar="KIND", help=f"{kinds} (default: {', '.join(KINDS)})")
     parser.add_argument("--memory", metavar="SIZE", help="for weights and states, e.g. 24GiB (default: the device's)")
     add_texts(parser, required=True, chunks="16")
@@ -54,7 +55,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Namespace) -> None:
     tolerance = Tolerance.parse(arguments.within)
-    kinds = arguments.policy or default_kinds(arguments.model)
+    kinds = arguments.policy or KINDS
     for kind in kinds:
         check_policy_kind(kind)
     check_texts(arguments)
@@ -77,12 +78,6 @@ def run(arguments: Namespace) -> None:
     rows = [_row(comparator, kind, comparison, memory) for kind, comparison in best.items()]
     facts = _facts(comparator, tolerance, memory) | {"policies": rows}
     print(json.dumps(facts) if arguments.json else _text(facts))
-
-
-def default_kinds(model: str | None) -> tuple[str, ...]:
-    """The bundled model has a profile of its own, which comes with the package."""
-    profile = "SmolLM2-135M-Instruct"
-    return (*KINDS, f"tova,profile={profile}") if model is None and profile_path(profile).is_file() else KINDS
 
 
 def _device_memory(model: PreTrainedModel) -> int:

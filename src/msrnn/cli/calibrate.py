@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..budgets.profile import check_policy_kind
-from ..policy import split_policy
+from ..policy import is_best, split_policy
 from ..system.console import note, progress, table
 from . import options
 from .argument_parser import Commands, integer
@@ -111,6 +111,8 @@ def _settings(
 def _kind(text: str) -> str:
     """A policy without a size and without a profile."""
     policy = split_policy(text)
+    if is_best(text):
+        raise ValueError(f"--policy {text} takes a profile rather than making one; give a kind, e.g. fade")
     if policy.profile:
         raise ValueError(f"--policy {text} has a profile already; give the kind alone, e.g. {policy.kind}")
     check_policy_kind(text)
