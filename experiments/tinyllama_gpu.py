@@ -162,19 +162,19 @@ def _within(deadline: float, description: str, loss: float) -> None:
 
 def ruler(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 2048), samples: int = 10) -> None:
     lengths, samples = ((1024,), 1) if session.options.tiny else (lengths, samples)
-    policies, capacities = [*FEW, *session.best], [128] if session.options.tiny else [256, 512]
-    session.eval(
-        limit, task="ruler", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities, batch=120
-    )
+    large_first(session, limit, task="ruler", lengths=list(lengths), samples=samples, batch=120)
 
 
 def babilong(session: Session, limit: float, lengths: tuple[int, ...] = (1024, 1984), samples: int = 20) -> None:
     lengths, samples = ((512,), 1) if session.options.tiny else (lengths, samples)
-    policies, capacities = [*FEW, *session.best], [128] if session.options.tiny else [256, 512]
-    session.eval(
-        limit, task="babilong", lengths=list(lengths), samples=samples, policies=policies, capacities=capacities,
-        batch=120,
-    )  # fmt: skip
+    large_first(session, limit, task="babilong", lengths=list(lengths), samples=samples, batch=120)
+
+
+def large_first(session: Session, limit: float, **table: Any) -> None:
+    """All policies in the bytes of 512 plain slots, then of 256, as far as the time allows."""
+    end = time.monotonic() + limit
+    for capacity, best in zip((512, 256) if len(session.best) > 1 else (128,), reversed(session.best), strict=True):
+        session.eval(end - time.monotonic(), **table, policies=[*FEW, best], capacities=[capacity])
 
 
 NEEDLE = {"task": "needle", "lengths": [1024, 2000], "repeats": 6, "batch": 60}
