@@ -42,7 +42,7 @@ KVPRESS = tuple(f"kvpress {n}" for n in ("TOVA", "SnapKV", "KeyDiff", "expected 
 RUNS = {
     "peers_msrnn.py": (
         *("transformers full", "msrnn tova", "msrnn fade", "msrnn h2o", "msrnn window+4"),
-        *("msrnn fade, 8 bits, profile", "transformers sliding"),
+        *("msrnn best", "transformers sliding"),
     ),
     "peers_kvpress.py": KVPRESS,
     "peers_llamacpp.py": ("llama.cpp full", "llama.cpp shift"),
@@ -50,7 +50,7 @@ RUNS = {
 MEMORY_RUNS = {
     "peers_msrnn.py": (
         *("transformers full", "transformers static", "transformers sliding"),
-        *("msrnn tova", "msrnn fade", "msrnn fade, 8 bits, profile"),
+        *("msrnn tova", "msrnn fade", "msrnn best"),
     ),
     "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
 }

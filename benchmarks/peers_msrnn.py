@@ -12,19 +12,12 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 import msrnn
 
-POLICIES = ("tova", "fade", "h2o", "window+4")
+POLICIES = ("tova", "fade", "h2o", "window+4", "best")
 ROOM = 192  # new tokens that a static cache has room for
 
 
 def bounded(policy):
     return lambda model, length, capacity: (msrnn.cache(model, f"{policy}:{capacity}"), nullcontext())
-
-
-def eight_bit(model, length, capacity):
-    """As many 8-bit slots as the bytes of `capacity` plain ones hold, in the layers where the profile wants them."""
-    plain = 2 * model.config.head_dim * model.dtype.itemsize
-    slots = capacity * plain // (2 * (model.config.head_dim + 2))  # a scale of 16 bits for each key and each value
-    return msrnn.cache(model, f"fade:{slots},kv=int8,profile=SmolLM2-135M-Instruct"), nullcontext()
 
 
 def quantised(bits):
@@ -46,7 +39,6 @@ RUNS["transformers static"] = lambda model, length, capacity: (
 RUNS["transformers sliding"] = sliding
 RUNS["transformers quantised, 4 bits"] = quantised(4)
 RUNS["transformers quantised, 2 bits"] = quantised(2)
-RUNS["msrnn fade, 8 bits, profile"] = eight_bit
 
 if __name__ == "__main__":
     serve(RUNS, {"msrnn": msrnn.__version__} | {name: version(name) for name in ("transformers", "torch")})

@@ -37,7 +37,7 @@ from msrnn.eval.record import Record, write_records
 from msrnn.eval.run import run
 
 FEW = ("full", "tova", "window+4", "h2o", "fade")
-EIGHT_BIT = ("fade:496,kv=int8", "fade:992,kv=int8")  # in the bytes of 256 and 512 plain slots, at a head size of 64
+BEST = ("best:256", "best:512")  # in the bytes of so many plain slots
 CONTEXT = 2048
 SIZES = (128, 256, 512)  # averages of the profile
 
@@ -54,7 +54,7 @@ class Session:
     tokenizer: Any
     options: argparse.Namespace
     end: float
-    best: tuple[str, ...]  # in the bytes of 256 and of 512 plain slots
+    best: tuple[str, ...]
     name: str
 
     @property
@@ -301,12 +301,8 @@ def main() -> None:
     names = options.only or list(PARTS)
     own = [name for name in names if name in PARTS]
     others = [name for name in names if name in SMOLLM]
-    eight_bit = ("fade:48,kv=int8",) if options.tiny else EIGHT_BIT
-    shipped = tuple(f"{policy},profile=SmolLM2-135M-Instruct" for policy in eight_bit)
-    for parts, loader, label, best in (
-        (own, load, "tinyllama", eight_bit),
-        (others, load_smollm, "smollm", shipped),
-    ):
+    best = ("best:32",) if options.tiny else BEST
+    for parts, loader, label in ((own, load, "tinyllama"), (others, load_smollm, "smollm")):
         if not parts or time.monotonic() > end:
             continue
         start = time.monotonic()
