@@ -66,6 +66,30 @@ def afresh(model, prompts, ids):
         return greedy(llm, [*prompts, ids[1200:1300]])
 
 
+def test_requests_preempted_while_a_batch_is_on_its_way(model, prompts, afresh, monkeypatch):
+    """As on a GPU, where vLLM schedules ahead: it gets back all blocks at once, though a batch still uses them.
+
+    Before `small` starts: vLLM has one KV connector in a process.
+    """
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with engine(model, "tova:64", **pool(16)) as small:
+        llm, tokens, turn = small.llm_engine, {}, 0
+        for name, prompt in enumerate(prompts):
+            llm.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
+        while llm.has_unfinished_requests():
+            for answer in llm.step():
+                tokens[int(answer.request_id.partition("-")[0])] = list(answer.outputs[0].token_ids)
+            turn += 1
+            if turn in (3, 8, 15):
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+        assert turn > 15
+        assert [tokens[name] for name in range(len(prompts))] == afresh[: len(prompts)]
+
+
 @pytest.fixture(scope="module")
 def small(model, hf_model, ids, tmp_path_factory, afresh):
     """An engine whose pool has four places, and a prefix file; started after the other one has ended."""
@@ -129,24 +153,3 @@ def test_aborted_and_preempted_requests(small, prompts, afresh):
     assert turn > 8
     assert [tokens[name] for name in names[1:]] == [afresh[0], afresh[3]]
     assert ask(small, {"prompt_token_ids": prompts[2]}) == afresh[2]
-
-
-def test_requests_preempted_while_a_batch_is_on_its_way(model, prompts, afresh, monkeypatch):
-    """As on a GPU, where vLLM schedules ahead: it gets back all blocks at once, though a batch still uses them."""
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-
-    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
-    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with engine(model, "tova:64", **pool(16)) as small:
-        llm, tokens, turn = small.llm_engine, {}, 0
-        for name, prompt in enumerate(prompts):
-            llm.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
-        while llm.has_unfinished_requests():
-            for answer in llm.step():
-                tokens[int(answer.request_id.partition("-")[0])] = list(answer.outputs[0].token_ids)
-            turn += 1
-            if turn in (3, 8, 15):
-                assert llm.reset_prefix_cache(reset_running_requests=True)
-        assert turn > 15
-        assert [tokens[name] for name in range(len(prompts))] == afresh[: len(prompts)]
