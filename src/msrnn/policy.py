@@ -280,13 +280,16 @@ def check_best(text: str, *, length: int | None = None, slot_bytes: int | None =
 
 
 def recommended(text: PolicyText) -> PolicyText:
-    """`best:256,kv=k8v4` as `fade:256,kv=k8v4`, its size still in plain slots; any other text as it is."""
+    """`best:256,kv=k8v4` as `fade:256,kv=k8v4`, its size still in plain slots; any other text as it is.
+
+    Without `kv=` the format depends on how many slots there are.
+    """
     if not is_best(text.policy):
         return text
     changes = text.kind.lower().split(",")[1:]
     if other := [change for change in changes if not change.startswith("kv=")]:
         raise ValueError(f"{text}: best takes kv= and profile= only, not {other[0]}; write a policy such as fade:512")
-    return replace(text, kind=",".join(["fade", *(changes or ["kv=int8"])]))
+    return replace(text, kind=",".join(["fade", *changes]))
 
 
 _NAME = re.compile(r"(?P<name>.+\.py|[a-z0-9_]+)(?:-(?P<scope>query-head|head|layer))?(?:\+(?P<first>\d+))?")

@@ -434,14 +434,14 @@ def test_info_tells_the_cost(capsys, tiny):
 
 
 def test_info_says_what_best_stands_for(capsys, tiny):
-    code, out, err = call(capsys, "info", "best:256", "--dtype", "bfloat16", "--json")
+    code, out, err = call(capsys, "info", "best:512", "--dtype", "bfloat16", "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
     best = facts["resolved"]
-    assert (facts["asked"], best["kv"], best["profile"]) == ("best:256", "int8", "SmolLM2-135M-Instruct")
+    assert (facts["asked"], best["kv"], best["profile"]) == ("best:512", "int8", "SmolLM2-135M-Instruct")
     assert best["policy"] == f"fade:{best['slots']},kv=int8,profile=SmolLM2-135M-Instruct"
     plain = cost(
-        geometry(AutoConfig.from_pretrained(models.bundled())), msrnn.Plan.of("tova:256", 30), torch.bfloat16, 1
+        geometry(AutoConfig.from_pretrained(models.bundled())), msrnn.Plan.of("tova:512", 30), torch.bfloat16, 1
     )
     assert facts["state_bytes"] <= best["limit_bytes"] == plain.state
     assert sum(facts["slots"]) == 30 * (best["slots"] + 1)

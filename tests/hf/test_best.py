@@ -75,6 +75,17 @@ def test_sizes_may_be_fractions_and_bytes() -> None:
     assert resolve(parse_policy("tova:32"), model) == parse_policy("tova:32")
 
 
+def test_values_have_4_bits_while_slots_are_few() -> None:
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
+    best = {n: resolution(f"best:{n}", config, dtype=torch.bfloat16) for n in (64, 256, 512, 1024)}
+    assert [one.kv for one in best.values()] == ["k8v4", "k8v4", "int8", "int8"]
+    assert [one.slots for one in best.values()] == [141, 562, 920, 1840]
+    assert resolution("best:256", config, dtype=torch.float32).kv == "int8"  # twice the bytes, so many slots
+    assert resolution("best:256,kv=int8", config, dtype=torch.bfloat16).slots == 460
+    odd = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, head_dim=66, hidden_size=64)
+    assert resolution("best:64", odd, dtype=torch.bfloat16).kv == "int8"  # its values cannot be cut in quarters
+
+
 @pytest.mark.parametrize(
     "text, says",
     [

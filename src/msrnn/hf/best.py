@@ -14,10 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import open_profile, shipped_profiles
 from ..core.formats import check_sizes
-from ..policy import Plan, PolicyLike, PolicyText, is_best, read_size, recommended, split_policy, tova
+from ..policy import KV, Plan, PolicyLike, PolicyText, is_best, parse_policy, read_size, recommended, split_policy, tova
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
 from .identity import fits
+
+_FEW = 640  # slots: with more of them, 4-bit values lose more than their slots gain (docs/budgets.md)
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,19 @@ def resolution(
     revision: str | None = None,
 ) -> Resolution:
     """`best:256`, `best:1/8`, `best:64MiB`, with `kv=` and `profile=` where they are given."""
-    kind, layers = recommended(split_policy(text)), geometry(model)
-    plan = Plan.of(_at(kind, 1), len(layers))
-    for layer in layers:
-        check_sizes(plan[0].kv, layer.head_size)
-    dtype = dtype or model.dtype or torch.float32
+    layers, dtype = geometry(model), dtype or model.dtype or torch.float32
     length = length or getattr(text_config(model), "max_position_embeddings", None)
-    limit = _limit(text, layers, dtype, length)
-    slots = _slots(text, kind, layers, dtype, limit)
+    kind, limit = recommended(split_policy(text)), _limit(text, layers, dtype, length)
+    if _kv(kind) is None:
+        kind = _with_format(kind, layers, dtype, limit)
+    if (least := _state_bytes(kind, 1, layers, dtype)) > limit:
+        raise ValueError(f"{text!r}: {limit:,} bytes hold no state; this model needs at least {least:,} bytes")
+    for layer in layers:
+        check_sizes(_kv(kind), layer.head_size)
+    slots = _slots(kind, layers, dtype, limit)
     profile = kind.profile or _shipped(model, slots, revision)
     policy = str(replace(kind, size=str(slots), profile=profile))
-    return Resolution(policy, slots, plan[0].kv or "", profile, limit)
+    return Resolution(policy, slots, _kv(kind) or "", profile, limit)
 
 
 def _limit(text: str, layers: Sequence[Geometry], dtype: torch.dtype, length: int | None) -> int:
@@ -75,26 +79,33 @@ def _limit(text: str, layers: Sequence[Geometry], dtype: torch.dtype, length: in
     return cost(layers, Plan.of(tova(size.number), len(layers)), dtype, 1).state
 
 
-def _slots(text: str, kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int) -> int:
-    """The most slots whose state takes at most `limit` bytes: keys, values, scales, positions and scores."""
+def _with_format(kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int) -> PolicyText:
+    """Values in 4 bits as long as slots are few: then more slots are worth more than exact values."""
+    int8, k8v4 = (replace(kind, kind=f"{kind.kind},kv={kv}") for kv in ("int8", "k8v4"))
+    if any(layer.head_size % 4 for layer in layers):
+        return int8
+    return k8v4 if _slots(int8, layers, dtype, limit) < _slots(k8v4, layers, dtype, limit) <= _FEW else int8
 
-    def state_bytes(slots: int) -> int:
-        return cost(layers, Plan.of(_at(kind, slots), len(layers)), dtype, 1).state
 
-    if state_bytes(1) > limit:
-        raise ValueError(f"{text!r}: {limit:,} bytes hold no state; this model needs at least {state_bytes(1):,} bytes")
+def _slots(kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int) -> int:
+    """The most slots whose state takes at most `limit` bytes; where windows bound it, any number above them."""
     low, high = 1, 2
-    while state_bytes(high) <= limit and state_bytes(high) > state_bytes(low):
+    while _state_bytes(kind, low, layers, dtype) < _state_bytes(kind, high, layers, dtype) <= limit:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if state_bytes(middle) <= limit else (low, middle)
+        low, high = (middle, high) if _state_bytes(kind, middle, layers, dtype) <= limit else (low, middle)
     return low
 
 
-def _at(kind: PolicyText, slots: int) -> str:
-    """The same number of slots in every layer: a profile's take as many bytes."""
-    return replace(kind, size=str(slots)).policy
+def _state_bytes(kind: PolicyText, slots: int, layers: Sequence[Geometry], dtype: torch.dtype) -> int:
+    """Keys, values, scales, positions and scores, the same number of slots in every layer; a profile's cost as much."""
+    plan = Plan.of(replace(kind, size=str(slots)).policy, len(layers))
+    return cost(layers, plan, dtype, 1).state
+
+
+def _kv(kind: PolicyText) -> KV | None:
+    return parse_policy(replace(kind, size="1").policy).kv
 
 
 def _shipped(model: PreTrainedModel | PreTrainedConfig, slots: int, revision: str | None) -> str | None:
