@@ -37,7 +37,7 @@ class Load(NamedTuple):
     new: int
     attention: str = "steady"
     target: str = ""
-    once: bool = False  # measured once, after all others: it takes a minute or more
+    once: bool = False  # it takes a minute or more
 
     @property
     def name(self) -> str:
@@ -179,12 +179,10 @@ def start_parts(llm: Any) -> dict[str, Any]:
 
 
 def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
-    """Every load in its rounds: steady attention first, then the long ones, once."""
-    loads = sorted(chosen(options), key=lambda load: load.attention == "flat")
-    often = [(turn, load) for turn in range(options.rounds) for load in loads if not load.once]
-    often = [(turn, load) for turn, load in often if not turn or load.name not in options.once]
-    often.sort(key=lambda pair: pair[1].attention == "flat")
-    return often + [(0, load) for load in loads if load.once]
+    """Every load once, then again in further rounds but for the long ones; steady attention first."""
+    turns = [(turn, load) for turn in range(options.rounds) for load in chosen(options)]
+    turns = [(turn, load) for turn, load in turns if not turn or not (load.once or load.name in options.once)]
+    return sorted(turns, key=lambda pair: pair[1].attention == "flat")
 
 
 def chosen(options: argparse.Namespace) -> list[Load]:
