@@ -45,7 +45,7 @@ NOTES = """\
 Tokens held: per layer, on average where layers differ. KV bytes: the state at the end. Peak memory: how far
 this process rose above the loaded model during prefill in pieces of {piece} tokens. Tokens/s: of that prefill.
 Perplexity: of the text, every token predicted from what was held before it. full is the model as transformers runs it,
-with its own growing cache; best keeps more tokens in the bytes of tova: 8 bits a number, other capacities by layer.
+with its own growing cache; best keeps more tokens in the bytes of tova: fewer bits a number, a capacity for each layer.
 Measured here and now: {conditions}."""
 NEXT = """\
 {seconds:.0f} seconds in all. Next: msrnn chat, msrnn generate --help, msrnn info, or ask about the first chapter, which
