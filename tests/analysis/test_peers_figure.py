@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from msrnn.analysis import peers
 from msrnn.analysis.figures import draw
 from msrnn.analysis.peers import gaps, recall
 from msrnn.eval.record import Record
@@ -54,8 +55,12 @@ def test_right_answers_count_once(records: list[Record]) -> None:
     assert recall(records, 512, "needle")["msrnn tova"].low == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("with_memory", [True, False])
-def test_the_figure_is_drawn(records: list[Record], with_memory: bool, tmp_path: Path) -> None:
-    rows = [one for one in records if with_memory or one.metric != "peak bytes"]
-    ((_, _, file),) = draw(rows, tmp_path, only="peers")
-    assert file.stat().st_size > 10_000
+@pytest.mark.parametrize("metrics, panels", [(("match", "recall", "peak bytes"), 3), (("match",), 2), ((), 1)])
+def test_a_panel_for_what_was_measured(
+    records: list[Record], metrics: tuple[str, ...], panels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(peers, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    rows = [one for one in records if one.metric in (*metrics, "perplexity")]
+    assert [name for name, *_ in draw(rows, tmp_path, only="peers")] == ["peers"]
+    assert len(drawn[0].axes) == panels

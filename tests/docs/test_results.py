@@ -95,11 +95,24 @@ def test_conversations() -> None:
 
 
 def test_stories() -> None:
-    ((_, *rows),) = tables("Stories")
+    _, *rows = tables("Stories")[0]
     assert len(rows) == 9
     for label, *cells in rows:
         for metric, cell in zip(("full perplexity", "repetition", "tokens", "ended"), cells, strict=True):
             same(cell, find("story", metric, policy(label)))
+
+
+def test_the_judge() -> None:
+    _, *rows = tables("Stories")[1]
+    names = ("full perplexity", "repetition", "wins", "ties", "losses", "agreement", "answered")
+    assert len(rows) == 5
+    for label, *cells in rows:
+        for metric, cell in zip(names, cells, strict=True):
+            if cell:
+                same(cell, find("judge", metric, policy(label)))
+    agreed = [record for record in load("judge") if record["metric"] == "agreement"]
+    pairs = [part for record in agreed for part in record["parts"].values() if "judged" in part]
+    assert (len(pairs), sum(part["agreement"] for part in pairs)) == (126, 2)
 
 
 def test_which_tokens_stay() -> None:
@@ -155,12 +168,26 @@ def test_speed_on_a_cpu() -> None:
 
 
 def test_compared_with_kvpress() -> None:
-    ((_, *rows),) = tables("Compared with kvpress")
+    _, *rows = tables("Compared with kvpress")[1]
     found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
     for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
         assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
         assert close(token.removesuffix(" ms"), 1000 * found[run]["decode_s_per_token"])
         assert close(loss, found[run]["perplexity"])
+
+
+def test_peers() -> None:
+    _, full, *rows = tables("Compared with kvpress")[0]
+    cell = {"work": "pg19", "prompt": 4096, "continuation": 256}
+    plain = find("peers", "perplexity", "transformers full", **cell)
+    assert close(full[1], plain["value"])
+    assert len(rows) == 12
+    for label, value, gap in rows:
+        record = find("peers", "perplexity", label, **cell)
+        assert close(value, record["value"])
+        middle, low, high = map(float, numbers(gap))
+        assert middle == pytest.approx(100 * (record["value"] / plain["value"] - 1), abs=0.051)
+        assert low <= middle <= high
 
 
 def test_every_record_file_is_named_in_the_docs() -> None:

@@ -59,19 +59,22 @@ def _work(records: Sequence[Record], work: str, capacity: int) -> list[Record]:
 
 
 def peers_figure(records: Sequence[Record], path: str | Path) -> Path:
-    """The gap in perplexity, recall, and peak memory by the length of the prompt."""
+    """The gap in perplexity; recall, and peak memory by the length of the prompt, where they were measured."""
     subset = select(records, TASK)
     sizes = [int(one.capacity) for one in subset if one.capacity and one.cell["work"] != "memory"]
     capacity = max(set(sizes), key=lambda size: (sizes.count(size), size))
     rows = list(gaps(subset, capacity))[::-1]
+    answers = any(run in rows for work in RECALL.values() for run in recall(subset, capacity, work))
     memory = [one for one in subset if one.metric == "peak bytes"]
-    figure = new_figure(15 if memory else 10.5, 0.3 * len(rows) + 2.2)
-    panels = figure.subplots(1, 3 if memory else 2, width_ratios=(3, 2, 2.6)[: 3 if memory else 2])
-    panels[1].sharey(panels[0])
+    widths = [3.0, *([2.0] if answers else []), *([2.6] if memory else [])]
+    figure = new_figure(3 + 1.7 * sum(widths), 0.3 * len(rows) + 2.2)
+    panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
     _gap_panel(panels[0], subset, rows, capacity)
-    _recall_panel(panels[1], subset, rows, capacity)
+    if answers:
+        panels[1].sharey(panels[0])
+        _recall_panel(panels[1], subset, rows, capacity)
     if memory:
-        _memory_panel(panels[2], memory)
+        _memory_panel(panels[-1], memory)
     for axes in panels:
         hide_spines(axes)
     add_title(figure, subset, f"The same bytes kept: {capacity:,} plain tokens of every layer")
@@ -89,6 +92,7 @@ def _gap_panel(axes: Axes, records: Sequence[Record], rows: Sequence[str], capac
         axes.plot(100 * gap.value, place, "o", color=_colour(run), markersize=5)
     axes.axvline(0, color="black", linestyle="--", linewidth=1)
     axes.set_xscale("symlog", linthresh=10)
+    axes.set_xlim(left=-1)
     ticks = (0, 2, 5, 10, 20, 50, 100, 200)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
