@@ -139,6 +139,7 @@ def _text(profile: dict[str, Any], output: Path) -> str:
         (row["average"], *(f"{row[name]:.4f}" for name in ("uniform", "refined", "additive", "expected")))
         for row in profile["losses"]
     ]
+    policy = split_policy(profile["policy"]).with_size(profile["average"])
     by_average = {profile["average"]: profile["capacities"]} | profile["allocations"]
     return "\n".join(
         [
@@ -150,6 +151,6 @@ def _text(profile: dict[str, Any], output: Path) -> str:
                 f"capacities by layer, average {average}: {' '.join(map(str, capacities))}"
                 for average, capacities in by_average.items()
             ),
-            f"use it: msrnn generate --policy {profile['policy']}:{profile['average']} --profile {output} ...",
+            f"use it: msrnn generate --policy {policy} --profile {output} ...",
         ]
     )
