@@ -1,0 +1,36 @@
+"""The tables of docs/league.md say what the records say."""
+
+from __future__ import annotations
+
+import pytest
+
+from msrnn.analysis.league import Player, players
+from msrnn.analysis.records import read_results
+from tests.docs import pages
+from tests.docs.records import close, numbers
+
+SMOLLM = "SmolLM2-135M-Instruct"
+
+
+def league(model: str, capacity: int) -> dict[str, Player]:
+    records = [one for one in read_results([pages.ROOT / "results" / "league.jsonl"]) if one.model == model]
+    return {player.policy: player for player in players(records, capacity)}
+
+
+def tables() -> dict[int, list[list[str]]]:
+    """Those with perplexities, by the slots of their first policy."""
+    found = [rows for header, *rows in pages.tables("docs/league.md", "Results") if header[1].startswith("gap")]
+    return {int(rows[0][0].split(":")[1].split(",")[0]): rows for rows in found}
+
+
+@pytest.mark.parametrize("capacity", [64, 256])
+def test_gaps_and_ratios(capacity: int) -> None:
+    rows, measured = tables()[capacity], league(SMOLLM, capacity)
+    assert [row[0].strip("`") for row in rows] == list(measured)
+    for label, *cells in rows:
+        player = measured[label.strip("`")]
+        for cell, interval in zip(cells, (player.gap, player.ratio), strict=True):
+            printed = numbers(cell)
+            assert close(printed[0], interval.value), (label, cell)
+            for edge, value in zip(printed[1:], interval[1:], strict=False):
+                assert close(edge, value), (label, cell)
