@@ -49,6 +49,12 @@ def test_gaps_are_shares_above_full_the_best_first(records: list[Record]) -> Non
     assert gaps(records, 256)["msrnn tova"].value == pytest.approx(0.2)
 
 
+def test_other_lengths_are_other_work(records: list[Record]) -> None:
+    other = perplexity("transformers full", [5.0, 5.0], None)
+    other.cell["prompt"] = 99
+    assert gaps([*records, other], 512) == gaps(records, 512)
+
+
 def test_right_answers_count_once(records: list[Record]) -> None:
     assert recall(records, 512, "ruler")["msrnn tova"].value == pytest.approx(0.75)
     assert recall(records, 512, "needle")["msrnn tova"].value == pytest.approx(0.75)

@@ -168,7 +168,7 @@ def test_speed_on_a_cpu() -> None:
 
 
 def test_compared_with_kvpress() -> None:
-    _, *rows = tables("Compared with kvpress")[1]
+    _, *rows = tables("Peers")[2]
     found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
     for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
         assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
@@ -176,18 +176,22 @@ def test_compared_with_kvpress() -> None:
         assert close(loss, found[run]["perplexity"])
 
 
-def test_peers() -> None:
-    _, full, *rows = tables("Compared with kvpress")[0]
-    cell = {"work": "pg19", "prompt": 4096, "continuation": 256}
-    plain = find("peers", "perplexity", "transformers full", **cell)
-    assert close(full[1], plain["value"])
-    assert len(rows) == 12
-    for label, value, gap in rows:
-        record = find("peers", "perplexity", label, **cell)
-        assert close(value, record["value"])
-        middle, low, high = map(float, numbers(gap))
-        assert middle == pytest.approx(100 * (record["value"] / plain["value"] - 1), abs=0.051)
-        assert low <= middle <= high
+@pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (1, 1024, 128, 5)])
+def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
+    _, *rows = tables("Peers")[table]
+    assert len(rows) == count
+
+    def perplexity_of(run: str) -> float:
+        value: float = find("peers", "perplexity", run, work="pg19", prompt=prompt, continuation=continuation)["value"]
+        return value
+
+    for label, printed, gap in rows:
+        assert close(printed, perplexity_of(label))
+        if gap:
+            full = perplexity_of("llama.cpp full" if label.startswith("llama") else "transformers full")
+            middle, low, high = map(float, numbers(gap))
+            assert middle == pytest.approx(100 * (perplexity_of(label) / full - 1), abs=0.051)
+            assert low <= middle <= high
 
 
 def test_every_record_file_is_named_in_the_docs() -> None:

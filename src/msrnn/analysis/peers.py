@@ -55,7 +55,14 @@ def _share(totals: Sequence[Sequence[float]]) -> Interval:
 
 
 def _work(records: Sequence[Record], work: str, capacity: int) -> list[Record]:
-    return [one for one in select(records, TASK) if one.cell["work"] == work and one.capacity in (None, capacity)]
+    """The records of one kind of work, all of the same lengths: those that most runs have."""
+    subset = [one for one in select(records, TASK) if one.cell["work"] == work and one.capacity in (None, capacity)]
+    lengths = [_lengths(one) for one in subset if one.capacity]
+    return [one for one in subset if _lengths(one) == max(lengths, key=lengths.count)] if lengths else []
+
+
+def _lengths(record: Record) -> tuple[object, ...]:
+    return (record.dtype, *(value for name, value in record.cell.items() if name not in ("work", "kind")))
 
 
 def peers_figure(records: Sequence[Record], path: str | Path) -> Path:
