@@ -80,9 +80,11 @@ def equal_policies(model: Any, held: float, length: int) -> list[str]:
 def measure(model: Any, ids: Tensor, name: str, start: Start, options: Any, equal: str | None = None) -> float | None:
     """Bytes of one text's keys and values in 16 bits or fewer; a record, or the error in its place."""
     try:
-        nll, cache = read(model, ids, start(), options.piece)
+        nll, cache = read(model, ids[:1], start(), options.piece)
         held = held_bytes(model, cache, name, ids.shape[1])
-        times = {"median_s": time_of_token(model, ids[:1], start(), options)}
+        times = {"median_s": time_of_token(model, ids[:1], cache, options.steps)}
+        if len(ids) > 1:
+            nll = torch.cat((nll, read(model, ids[1:], start(), options.piece)[0]))
     except Exception as error:
         print(f"{name:34} {type(error).__name__}: {str(error)[:200]}", flush=True)
         return None
@@ -125,11 +127,10 @@ def held_bytes(model: Any, cache: Cache, name: str, length: int) -> float:
     return (length - newest) * plain * (bits + 32 / 64) / 16 + newest * plain
 
 
-def time_of_token(model: Any, ids: Tensor, cache: Cache, options: Any) -> float:
-    """Seconds of a single token after the text, in transformers' own loop."""
-    read(model, ids, cache, options.piece)
+def time_of_token(model: Any, ids: Tensor, cache: Cache, steps: int) -> float:
+    """Seconds of a single token after what the cache has read, in transformers' own loop."""
     times = []
-    for step in range(options.steps):
+    for step in range(steps):
         started = time.perf_counter()
         model(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits[0, -1].argmax().item()
         times.append(time.perf_counter() - started)
