@@ -268,8 +268,9 @@ def case_the_slots_of_a_head_are_split(text: str, heads: tuple[int, int], monkey
 
 @pytest.mark.parametrize(
     "text, heads",
-    [("tova:40", (1, 1)), ("tova-head:17", (4, 2)), ("h2o:40,kv=int8", (2, 2)), ("tova:65,kv=k8v4", (2, 1))],
-)
+    [("tova:40", (1, 1)), ("tova-head:17", (4, 2)), ("h2o:40,kv=int8", (2, 2)), ("tova:65,kv=int8", (4, 2)),
+     ("tova:65,kv=k8v4", (1, 1)), ("tova:65,kv=k8v4", (2, 1))],
+)  # fmt: skip
 def case_one_program_per_head(text: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_step, "_ENOUGH", 0)
     monkeypatch.setattr(triton_step, "_ENOUGH_CODES", 0)

@@ -37,8 +37,10 @@ _ENOUGH = 8  # heads per SM that are many
 _MOST_SPLITS = 64  # of one head, which one program combines
 _MOST_HEADS_ASIDE = 2048  # up to here a decision stream costs the model's matmuls less than it saves
 _STAGES = 2  # tiles in flight, of grouped heads
-# Slots of fewer bits, with many heads or few: slots in a tile, warps, tiles in flight, and again the programs per SM.
+# Slots of fewer bits, with many heads, those that several query heads read, or few: slots in a tile, warps, tiles in
+# flight, and again the programs per SM.
 _MANY_CODES: dict[KV, tuple[int, int, int, int]] = {"int8": (32, 1, 3, 1), "k8v4": (64, 1, 3, 1)}
+_GROUPED_CODES: dict[KV, tuple[int, int, int, int]] = {"int8": (32, 2, 3, 1), "k8v4": (32, 1, 3, 1)}
 _FEW_CODES, _ENOUGH_CODES = (64, 2, 2, 2), 4
 _MOST_SLOTS = 2**15 + 1  # that one program can choose among
 
@@ -234,7 +236,7 @@ def _cut(
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     load = batch * stored / sms
     block, warps, stages, programs = (
-        _tile_of_codes(kv, load, max(deep, wide)) if kv else _tile_of_rows(group, load, max(deep, wide))
+        _tile_of_codes(kv, group, load, max(deep, wide)) if kv else _tile_of_rows(group, load, max(deep, wide))
     )
     blocks = triton.cdiv(slots - 1, block)
     per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
@@ -254,8 +256,9 @@ def _tile_of_rows(group: int, load: float, size: int) -> tuple[int, int, int, in
     return block, warps, _STAGES, programs
 
 
-def _tile_of_codes(kv: KV, load: float, size: int) -> tuple[int, int, int, int]:
-    block, warps, stages, programs = _MANY_CODES[kv] if load >= _ENOUGH_CODES else _FEW_CODES
+def _tile_of_codes(kv: KV, group: int, load: float, size: int) -> tuple[int, int, int, int]:
+    many = _GROUPED_CODES if group > 1 else _MANY_CODES
+    block, warps, stages, programs = many[kv] if load >= _ENOUGH_CODES else _FEW_CODES
     return block, warps * max(1, size // 128), stages, programs
 
 
