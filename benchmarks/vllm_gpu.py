@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_gpu.py --minutes 9 --out results/vllm_gpu.jsonl
     python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096 --threshold 256 --out ...
+    python benchmarks/vllm_gpu.py --policy tova:512,kv=int8 --kv-cache-dtype fp8 --out ...    # 8 bits in both
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=66000)
     parser.add_argument("--utilization", type=float, help="gpu_memory_utilization, vLLM's default if not given")
     parser.add_argument("--graphs", help="cudagraph_mode, vLLM's default if not given, e.g. FULL_DECODE_ONLY")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of stock vLLM, e.g. fp8 or int8_per_token_head")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
@@ -208,7 +210,7 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "vllm": vllm_version(), "engine": engine}
     about |= {"policy": options.policy if engine == "msrnn" else "full", "shape": options.shape, "small": options.small}
-    names = ("threshold", "max_num_seqs", "budget", "max_model_len", "utilization", "graphs")
+    names = ("threshold", "max_num_seqs", "budget", "max_model_len", "utilization", "graphs", "kv_cache_dtype")
     about |= {name: getattr(options, name) for name in names}
     return about | {"threshold": options.threshold if engine == "msrnn" else 0}
 
@@ -231,6 +233,8 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
         "long_prefill_token_threshold": options.threshold if engine == "msrnn" else 0,
         "long_prefill_token_threshold_adaptive": engine == "msrnn",
     }
+    if engine == "stock":
+        settings["kv_cache_dtype"] = options.kv_cache_dtype
     if options.utilization:
         settings["gpu_memory_utilization"] = options.utilization
     if options.graphs:
@@ -394,14 +398,16 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def summary(path: Path) -> None:
     """Medians of both engines, and their ratios, for every shape and setting."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for shape, sequences, utilization in dict.fromkeys(map(_setting, rows)):
+    for setting in dict.fromkeys(map(_setting, rows)):
+        shape, sequences, utilization, cache = setting
         memory = "" if utilization is None else f", {utilization:.0%} of the memory"
-        print(f"\n{shape}, {sequences:,} sequences at most{memory}")
-        _summary_of([row for row in rows if _setting(row) == (shape, sequences, utilization)])
+        stock = "" if cache == "auto" else f", stock with a cache in {cache}"
+        print(f"\n{shape}, {sequences:,} sequences at most{memory}{stock}")
+        _summary_of([row for row in rows if _setting(row) == setting])
 
 
 def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["shape"], row["max_num_seqs"], row["utilization"]
+    return row["shape"], row["max_num_seqs"], row["utilization"], row.get("kv_cache_dtype", "auto")
 
 
 def _summary_of(rows: list[dict[str, Any]]) -> None:

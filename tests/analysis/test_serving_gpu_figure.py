@@ -31,6 +31,7 @@ def test_a_load_is_what_it_measures() -> None:
     assert {one.metric: one.value for one in records(row("full", 2.0, new=4))} == {VLLM_RATE: 4.0, VLLM_STEP: 500.0}
     assert {one.metric: one.value for one in records(row("full", 2.0, kind="vllm start"))} == {VLLM_START: 9.0}
     assert not records(row("full", 2.0, small=True)), "a trial on a CPU says nothing"
+    assert not records(row("full", 2.0, kv_cache_dtype="fp8")), "another stock engine"
 
 
 def test_ratios_are_medians_of_the_newest_run_of_each_engine() -> None:

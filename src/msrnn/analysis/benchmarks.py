@@ -47,7 +47,9 @@ def _serving(line: Mapping[str, Any]) -> Record:
 
 
 def _vllm(line: Mapping[str, Any]) -> Iterator[Record]:
-    """A load of benchmarks/vllm_gpu.py, or an engine's start; stock vLLM has the policy `full`."""
+    """A load of benchmarks/vllm_gpu.py, or an engine's start; stock vLLM has the policy `full`, its cache 16 bits."""
+    if line.get("kv_cache_dtype", "auto") != "auto":
+        return
     load = ("requests", "prompt", "new", "attention", "round")
     cell = {name: line[name] for name in (*load, "max_num_seqs", "threshold") if name in line}
     fields = {"model": line["shape"], "dtype": "bfloat16", "seconds": line.get("seconds", 0.0)}
