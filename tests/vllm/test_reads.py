@@ -216,3 +216,23 @@ def test_a_rehearsal_needs_no_blocks_of_vllms():
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for count in (5, 256):  # fewer tokens than any graph has, too
             rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9)
+
+
+def test_every_group_of_rows_finds_a_graph():
+    """40 prompts of 200 tokens: no more rows at once than the largest graph has, each group in a captured shape."""
+    rows = [Row(number, 200 * number, 200, 600) for number in range(40)]
+    sizes = Sizes(room=512, slots=513, heads=32, slot_bytes=4096, varlen=True, gpu=True)
+    shapes = [tuple(segment.tokens.shape) for segment in plan(torch.arange(40), rows, sizes).segments]
+    assert shapes == [(16, 256), (16, 256), (8, 256)]
+    captured = [shape for shape in reads.graph_shapes(8192) if shape[0] <= sizes.graph_rows()]
+    assert set(shapes) <= set(captured)
+
+
+@pytest.mark.parametrize("slots, heads", [(513, 32), (1025, 32), (4097, 64), (16385, 32)])
+def test_graphs_hold_little_memory(slots, heads):
+    """vLLM's allocator splits no large block in its memory profile, so graphs of other rows share none: all add up."""
+    sizes = Sizes(room=0, slots=slots, heads=heads, slot_bytes=4096, varlen=True, gpu=True)
+    rows = {rows for rows, _ in reads.graph_shapes(8192) if rows <= sizes.graph_rows()}
+    logits = 4 * heads * 256 * (slots + 256)
+    assert 1 in rows
+    assert sum(rows) * logits <= 1 << 30

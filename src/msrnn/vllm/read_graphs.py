@@ -49,24 +49,13 @@ def capture(
     attention: Attention,
     shapes: Sequence[tuple[int, int]],
     chunk: int,
-) -> int:
+) -> None:
     """Capture reads of so many rows and tokens for all layers like this one; the first block's slots must be in use.
 
-    -> bytes that the graphs hold and that PyTorch does not count as allocated.
+    What the graphs hold stays taken, and vLLM's memory profile counts what is not free.
     """
-    if not shapes or not can_be_captured(blocks, policy, attention):
-        return 0
-    before = _uncounted(blocks.keys.device)
-    _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
-    return max(0, _uncounted(blocks.keys.device) - before)
-
-
-def _uncounted(device: torch.device) -> int:
-    """Bytes that PyTorch has taken and in which no tensor lies."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if shapes and can_be_captured(blocks, policy, attention):
+        _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
 
 
 @contextmanager
@@ -184,7 +173,7 @@ class ReadGraphs:
                 if shape[1] <= self.chunk:
                     self._read(shape)  # compiles; longer reads have the same chunks
             torch.cuda.synchronize()
-            # the largest first: the others then find room in its memory
+            # the largest first: the others find room in its memory, where blocks may be split (not in vLLM's profile)
             order = sorted(shapes, key=lambda shape: (-shape[0], -shape[1]))
             return {shape: self._graph(shape).replay for shape in order}
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..core.recurrence import CHUNK
 
 _BYTES = 2 << 30  # logits of a chunk and copies of slots, all rows together, that a read may take about
+_GRAPH_BYTES = 512 << 20  # the same in a CUDA graph: every number of rows holds memory of its own
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
 GRAPHS = tuple(TAILS[-1] << power for power in range(6))  # tokens of a row that a CUDA graph reads
-ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32)  # rows that a CUDA graph reads; fewer leave some of them idle
+ROWS = (1, 2, 4, 8, 16)  # rows that a CUDA graph reads; fewer leave some of them idle
 
 
 class Row(NamedTuple):
@@ -44,8 +45,14 @@ class Sizes(NamedTuple):
 
     def rows_at_once(self, size: int) -> int:
         """How many rows with a chunk of `size` tokens are read together."""
-        row = 4 * self.heads * size * (self.slots + size) + 2 * (self.slots + size) * self.slot_bytes
-        return max(1, _BYTES // row)
+        return max(1, _BYTES // self._row_bytes(size))
+
+    def graph_rows(self) -> int:
+        """How many rows a CUDA graph may read: a chunk of larger ones keeps the GPU busy without."""
+        return max(1, _GRAPH_BYTES // self._row_bytes(TAILS[-1]))
+
+    def _row_bytes(self, size: int) -> int:
+        return 4 * self.heads * size * (self.slots + size) + 2 * (self.slots + size) * self.slot_bytes
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
     _rehearsed[alike] = tokens
     device, chunk, new = query.device, TAILS[-1], (query, key, value)
     output = query.new_empty(*query.shape[:2], value.shape[2])
-    most = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention).rows_at_once(chunk)
-    rows = max(1, min(most, tokens // chunk, requests))
+    sizes = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention)
+    rows = max(1, min(sizes.rows_at_once(chunk), tokens // chunk, requests))
     reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
-    shapes = [shape for shape in graph_shapes(tokens) if shape[0] <= rows]
+    shapes = [shape for shape in graph_shapes(tokens) if shape[0] <= min(rows, sizes.graph_rows())]
     if query.is_cuda and kernels.compiled("cuda"):
         from ..kernels.triton.compilation import compiling_only
 
@@ -50,12 +50,10 @@ def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attentio
                 _read(_blocks(layout, count, device), layout, new, attention, output, size)
             _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
     with _timed("graphs", device):
-        uncounted = capture(_blocks(layout, 1, device), new, layout.policy, attention, shapes, chunk)
-    graphs = torch.empty(uncounted, dtype=torch.uint8, device=device)  # vLLM counts tensors
+        capture(_blocks(layout, 1, device), new, layout.policy, attention, shapes, chunk)
     with _timed("reads", device), without_graphs():  # some pieces fit no graph
         for count, size in reads:
             _read(_blocks(layout, count, device), layout, new, attention, output, size)
-    del graphs
     with _timed("steps", device):
         _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
 
