@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from msrnn.eval.perplexity import token_nll
@@ -77,6 +79,34 @@ def test_the_league_resumes_and_makes_a_table(
     assert "tiny, 16 slots" in lines
     names = {line.split("`")[1].split(":")[0].split("-")[0] for line in lines if line.startswith("| `")}
     assert names == {"tova", "fade", "key_norm", "lagged"}
+
+
+def test_a_rule_without_a_perplexity_stands_in_fades_frame() -> None:
+    import league
+
+    players = ["tova:256", "fade:256", "random:256", "window_attention-head:256,last=1/2"]
+    others = league.with_all_rules(players, 256)[len(players) :]
+    assert "redundancy-head+4:256,last=1/2" in others
+    assert "lagged-head+4:256,last=1/2" in others
+    assert not any(policy.startswith(("random", "window_attention")) for policy in others)
+    assert len(others) == len(league.RULES) - 2
+
+
+def test_chunks_begin_with_bos_where_there_is_one(data: Path, model: str) -> None:
+    import league
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    options = argparse.Namespace(length=64, chunks=2)
+    books = sorted((data / "pg19").glob("*.txt"))
+    plain = league.chunks(tokenizer, books, options)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    after_bos = league.chunks(tokenizer, books, options)
+    for name, rows in after_bos.items():
+        assert rows.shape == plain[name].shape == (2, 64)
+        assert rows[:, 0].tolist() == [1, 1]
+        assert torch.equal(rows[0, 1:], plain[name][0, :63])
 
 
 @torch.no_grad()
