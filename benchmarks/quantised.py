@@ -3,9 +3,10 @@
     PYTHONPATH=src:experiments python benchmarks/quantised.py --data DATA --out results/part/quantised.jsonl
 
 The first chunk of every held-out book is read in pieces into a full cache, into transformers' `QuantizedCache` (with
-`hqq`, which must be installed; `peers.py` has `quanto`), and into our slots in as many bytes as each of these took.
-Perplexity, bytes of keys and values of one text, and the time of a token at batch 1 after a whole chunk: one harness,
-the model of transformers and its own loop.
+`hqq`, which must be installed, and groups along a token's head, with which it is better than as it comes; `peers.py`
+has `quanto`), and into our slots in as many bytes as each of these took:
+perplexity, and bytes of keys and values of one text. Then the time of a token at batch 1 after such a chunk, all caches
+in turns, since a busy machine has slow seconds. One harness: the model of transformers and its own loop.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from msrnn.system import provenance
 
 Start = Callable[[], Cache]
 BITS = (8, 4, 2)
+NEWEST = 128  # tokens that a `QuantizedCache` holds as they are
 KINDS = ("int8", "k8v4")
 
 
@@ -41,28 +43,41 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--piece", type=int, default=64)
-    parser.add_argument("--books", type=int, default=0, help="0: all of the held-out half")
+    parser.add_argument("--books", type=int, default=0, help="0: all of the held-out half, one after the other")
     parser.add_argument("--steps", type=int, default=24, help="tokens that are timed")
+    parser.add_argument("--parts", nargs="+", default=["quality", "time"], choices=["quality", "time"])
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     model, tokenizer = msrnn.load(None, dtype=options.dtype, device=options.device)
     texts = novels(tokenizer, split(options.data)[1], options.length, 1)
     ids = torch.cat(list(texts.values()))[: options.books or None].to(options.device)
-    for name, start in caches(model):
-        bytes_of_peer = measure(model, ids, name, start, options)
-        if bytes_of_peer and name != "full":
-            for policy in equal_policies(model, bytes_of_peer, options.length):
-                measure(model, ids, policy, lambda policy=policy: msrnn.cache(model, policy), options, equal=name)
-    measure(model, ids, "tova:256", lambda: msrnn.cache(model, "tova:256"), options)
-    plain = 256 * token_bytes(model, None)
-    for policy in equal_policies(model, plain, options.length):
-        measure(model, ids, policy, lambda policy=policy: msrnn.cache(model, policy), options, equal="tova:256")
+    if "quality" in options.parts:
+        read_all(model, ids, options)
+    if "time" in options.parts:
+        time_in_turns(model, ids[:1], options)
 
 
-def caches(model: Any) -> Iterator[tuple[str, Start]]:
-    yield "full", lambda: DynamicCache(config=model.config)
-    for bits in BITS:
-        yield f"transformers, hqq, {bits} bits", lambda bits=bits: QuantizedCache("hqq", model.config, nbits=bits)
+def read_all(model: Any, ids: Tensor, options: Any) -> None:
+    for name, start in caches(model).items():
+        held = measure(model, ids, name, start, options)
+        if held and name != "full":
+            for policy in equal_policies(model, held, options.length):
+                measure(model, ids, policy, start_of(model, policy), options, equal=name)
+
+
+def caches(model: Any) -> dict[str, Start]:
+    """What our slots are compared with."""
+    names = ["full", *(f"transformers, hqq, {bits} bits" for bits in BITS), "tova:256"]
+    return {name: start_of(model, name) for name in names}
+
+
+def start_of(model: Any, name: str) -> Start:
+    if name == "full":
+        return lambda: DynamicCache(config=model.config)
+    if name.startswith("transformers"):
+        settings = {"nbits": int(name.split()[-2]), "axis_key": 1, "axis_value": 1, "residual_length": NEWEST}
+        return lambda: QuantizedCache("hqq", model.config, **settings)
+    return lambda: msrnn.cache(model, name)
 
 
 def token_bytes(model: Any, kv: Any) -> int:
@@ -80,24 +95,25 @@ def equal_policies(model: Any, held: float, length: int) -> list[str]:
 def measure(model: Any, ids: Tensor, name: str, start: Start, options: Any, equal: str | None = None) -> float | None:
     """Bytes of one text's keys and values in 16 bits or fewer; a record, or the error in its place."""
     try:
-        nll, cache = read(model, ids[:1], start(), options.piece)
+        texts = [read(model, text[None], start(), options.piece) for text in ids]
+        nll, cache = torch.cat([nats for nats, _ in texts]), texts[0][1]
         held = held_bytes(model, cache, name, ids.shape[1])
-        times = {"median_s": time_of_token(model, ids[:1], cache, options.steps)}
-        if len(ids) > 1:
-            nll = torch.cat((nll, read(model, ids[1:], start(), options.piece)[0]))
     except Exception as error:
         print(f"{name:34} {type(error).__name__}: {str(error)[:200]}", flush=True)
         return None
-    record = {"cache": name, "equal_bytes_of": equal, "perplexity": float(nll.mean().exp()), "state_bytes": held}
-    record |= times | {"length": ids.shape[1], "texts": len(ids), "piece": options.piece, "dtype": options.dtype}
-    record |= {"nll": [round(float(row.sum()), 4) for row in nll], "model": "SmolLM2-135M-Instruct"}
+    record = {"kind": "quality", "cache": name, "equal_bytes_of": equal, "perplexity": float(nll.mean().exp())}
+    record |= {"state_bytes": held, "texts": len(ids), "piece": options.piece}
+    write(record | {"nll": [round(float(row.sum()), 4) for row in nll]}, ids, options)
+    print(f"{name:34} perplexity {record['perplexity']:8.3f}  {held / 2**20:7.2f} MiB  {equal or ''}", flush=True)
+    return held
+
+
+def write(record: dict[str, Any], ids: Tensor, options: Any) -> None:
+    record |= {"length": ids.shape[1], "dtype": options.dtype, "model": "SmolLM2-135M-Instruct"}
     record |= {"machine": provenance.machine(ids.device), "date": provenance.now(), "command": provenance.command()}
     record |= {"commit": options.commit or provenance.commit(), "versions": provenance.versions()}
     with options.out.open("a") as file:
         file.write(json.dumps(record) + "\n")
-    print(f"{name:34} perplexity {record['perplexity']:8.3f}  {held / 2**20:7.2f} MiB  "
-          f"{1e3 * times['median_s']:7.2f} ms a token  {equal or ''}", flush=True)  # fmt: skip
-    return held
 
 
 def read(model: Any, ids: Tensor, cache: Cache, piece: int) -> tuple[Tensor, Cache]:
@@ -127,14 +143,30 @@ def held_bytes(model: Any, cache: Cache, name: str, length: int) -> float:
     return (length - newest) * plain * (bits + 32 / 64) / 16 + newest * plain
 
 
-def time_of_token(model: Any, ids: Tensor, cache: Cache, steps: int) -> float:
-    """Seconds of a single token after what the cache has read, in transformers' own loop."""
-    times = []
-    for step in range(steps):
-        started = time.perf_counter()
-        model(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits[0, -1].argmax().item()
-        times.append(time.perf_counter() - started)
-    return median(times)
+@torch.no_grad()
+def time_in_turns(model: Any, ids: Tensor, options: Any) -> None:
+    """A token of every cache whose quality is on record, again and again, in transformers' own loop."""
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    names = dict.fromkeys(row["cache"] for row in rows if row["kind"] == "quality")
+    filled = {name: fill(model, ids, start_of(model, name)()) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(options.steps + 2):
+        for name, cache in filled.items():
+            started = time.perf_counter()
+            model(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits[0, -1].argmax().item()
+            times[name].append(time.perf_counter() - started)
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds[2:], times["full"][2:], strict=True)]  # the first two compile
+        record = {"kind": "time", "cache": name, "median_s": median(seconds[2:]), "times_full": median(ratios)}
+        write(record | {"steps": options.steps}, ids, options)
+        print(f"{name:34} {1e3 * record['median_s']:7.2f} ms a token, {record['times_full']:.2f} x full", flush=True)
+
+
+def fill(model: Any, ids: Tensor, cache: Cache) -> Cache:
+    """The text in two calls, so that a `QuantizedCache` has its newest tokens as they are, as after many calls."""
+    for part in (ids[:, :-NEWEST], ids[:, -NEWEST:]):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
 
 
 if __name__ == "__main__":
