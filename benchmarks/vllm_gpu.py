@@ -3,6 +3,7 @@
     python benchmarks/vllm_gpu.py --minutes 9 --out results/vllm_gpu.jsonl
     python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096 --threshold 256 --out ...
     python benchmarks/vllm_gpu.py --policy tova:512,kv=int8 --kv-cache-dtype fp8 --out ...    # 8 bits in both
+    python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
 
@@ -60,6 +61,9 @@ LOADS = [
     Load(96, 4096, 1, "flat", "time at most 1.5 x stock", once=True),
 ]
 
+# As the models have it. With less, a token's weight changes within a long text, and `steady` attention is not steady.
+ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument("--profile-loads", nargs="+", default=["one-4096"])
     parser.add_argument("--wait", help="measure when this file does not exist, and have it meanwhile; see --together")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
+    parser.add_argument("--kv-gib", type=float, help="GiB for keys and values of each engine, instead of what is free")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path)
@@ -93,6 +98,8 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("give --out FILE")
+    if options.together and not (options.kv_gib or options.small):
+        parser.error("--together: each engine would take the other's memory for its own; give --kv-gib for each")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.one:
         measure(options, options.one)
@@ -210,7 +217,17 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "vllm": vllm_version(), "engine": engine}
     about |= {"policy": options.policy if engine == "msrnn" else "full", "shape": options.shape, "small": options.small}
-    names = ("threshold", "max_num_seqs", "budget", "max_model_len", "utilization", "graphs", "kv_cache_dtype")
+    names = (
+        "threshold",
+        "max_num_seqs",
+        "budget",
+        "max_model_len",
+        "utilization",
+        "graphs",
+        "kv_cache_dtype",
+        "kv_gib",
+    )
+    about["rope_theta"] = ROPE_THETA[options.shape]
     about |= {name: getattr(options, name) for name in names}
     return about | {"threshold": options.threshold if engine == "msrnn" else 0}
 
@@ -237,6 +254,8 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
         settings["kv_cache_dtype"] = options.kv_cache_dtype
     if options.utilization:
         settings["gpu_memory_utilization"] = options.utilization
+    if options.kv_gib:  # no memory profile; the utilization is then only asked of what is free at the start
+        settings |= {"kv_cache_memory_bytes": int(options.kv_gib * 2**30), "gpu_memory_utilization": 0.05}
     if options.graphs:
         settings["compilation_config"] = {"cudagraph_mode": options.graphs}
     if options.small:
@@ -257,7 +276,8 @@ def model_folder(options: argparse.Namespace) -> str:
     """A folder with a configuration and no weights."""
     from msrnn.bench.shapes import config
 
-    changes = {"attention_bias": True, "max_position_embeddings": 131072}
+    changes: dict[str, Any] = {"attention_bias": True, "max_position_embeddings": 131072}
+    changes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA[options.shape]}
     changes |= {"hidden_size": 256} if options.small else {}  # vLLM on a CPU has no heads of 16
     shape = config("tiny" if options.small else options.shape, **changes)
     shape.architectures = ["LlamaForCausalLM"]
