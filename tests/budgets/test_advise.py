@@ -47,7 +47,8 @@ def test_the_smallest_capacity_inside_is_best_and_the_next_is_outside(llama: Any
     everything = [comparator.compare("window+4", size, math.inf).mean for size in grid(128)[:-1]]
     tolerance = Tolerance(points=comparator.perplexity * math.expm1(sorted(everything)[len(everything) // 2]))
     best = smallest(comparator, "window+4", tolerance)
-    nll = token_nll(comparator.model, comparator.chunks, sized("window+4", best.capacity, comparator.model)).double().mean(1)
+    plan = sized("window+4", best.capacity, comparator.model)
+    nll = token_nll(comparator.model, comparator.chunks, plan).double().mean(1)
     assert best.within
     assert (
         float(nll.mean()) - math.log(comparator.perplexity) <= tolerance.nats(comparator.perplexity) + 1e-9
