@@ -67,7 +67,7 @@ def read_all(model: Any, ids: Tensor, options: Any) -> None:
 
 def caches(model: Any) -> dict[str, Start]:
     """What our slots are compared with."""
-    names = ["full", *(f"transformers, hqq, {bits} bits" for bits in BITS), "tova:256"]
+    names = ["full", *(f"transformers, hqq, {bits} bits" for bits in BITS)]
     return {name: start_of(model, name) for name in names}
 
 
@@ -132,7 +132,7 @@ def held_bytes(model: Any, cache: Cache, name: str, length: int) -> float:
 
     A `QuantizedCache`: codes, a scale and a zero of 16 bits for every 64, and the newest 128 tokens as they are.
     """
-    if "kv=" in name or ":" in name:
+    if ":" in name:
         policy, _, kv = name.partition(",kv=")
         return float(int(policy.partition(":")[2]) * token_bytes(model, kv or None))
     plain = token_bytes(model, None)
