@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -57,7 +58,7 @@ def test_the_papers_perplexities() -> None:
 
 
 def test_beyond_the_trained_length() -> None:
-    ((header, *rows),) = tables("Beyond the trained length")
+    header, *rows = tables("Beyond the trained length")[0]
 
     def record(label: str, position: int) -> Record:
         name, _, positions = label.rpartition(", ")
@@ -66,6 +67,29 @@ def test_beyond_the_trained_length() -> None:
         )
 
     assert compare(rows, columns(header), record) == 13 * 6 - 2
+
+
+def far(task: str, label: str, start: int, end: int) -> float:
+    """Perplexity of the tokens from `start` to `end` over all books."""
+    record = next(one for one in load("far") if (one["task"], one["policy"]) == (task, policy(label)))
+    nats = [book[f"nll {last}"] for book in record["parts"].values() for last in range(start + 1000, end + 1, 1000)]
+    return math.exp(sum(nats) / len(nats) / 1000)
+
+
+@pytest.mark.parametrize("task,place", [("far-all", 1), ("far-choosing", 2)])
+def test_far_beyond_it_in_the_same_bytes(task: str, place: int) -> None:
+    header, *rows = tables("Beyond the trained length")[place]
+    assert len(rows) in (3, 4)
+    for label, *cells in rows:
+        for title, cell in zip(header[1:], cells, strict=True):
+            if title.startswith("slots older"):
+                record = next(one for one in load("far") if (one["task"], one["policy"]) == (task, policy(label)))
+                assert float(cell) == pytest.approx(record["settings"]["old"]["69632"], abs=0.0051)
+                continue
+            *start, end = map(int, (number.replace(",", "") for number in re.findall(r"\d+,000", title)))
+            value, difference = far(task, label, *start or [0], end), "over" in title or "minus" in title
+            expected = value - far(task, "window+4:512", *start or [0], end) if difference else value
+            assert not cell or float(numbers(cell)[0]) == pytest.approx(expected, abs=0.0051), (label, title)
 
 
 @pytest.mark.parametrize("name,metric,title", [("qasper", "f1", "QASPER"), ("squality", "rouge", "SQuALITY")])
