@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from msrnn.analysis.records import read_results
+from msrnn.analysis.serving_gpu import LOADS, ratios
 from msrnn.cli import main
 from tests.cli.test_serve import run, started  # noqa: F401 - a fixture
+from tests.docs import pages
+from tests.docs.records import close, load, numbers
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
@@ -69,3 +73,25 @@ def test_info_and_serve_agree(llama, started, capsys, policy):  # noqa: F811
     layers = geometry(read)
     state, _ = price(layers, plan_for(policy, len(layers)), read.dtype, 1)
     assert info < state < info * 1.001
+
+
+def test_loads_on_a_gpu_are_what_was_measured():
+    """Every load that both engines ran: stock's figure, ours and their ratio."""
+    measured = ratios(read_results([ROOT / "results" / "vllm_gpu.jsonl"]), LOADS)
+    (_, *rows), *_ = pages.tables("docs/serving.md", "On a GPU")
+    assert {row[0].removesuffix(" (o)") for row in rows} == set(measured)
+    for label, *cells, _ in rows:
+        stock, ours = measured[label.removesuffix(" (o)")]
+        for cell, value in zip(cells, (stock, ours, ours / stock), strict=True):
+            assert close(numbers(cell)[0], value), (label, cell, value)
+
+
+def test_what_an_earlier_commit_measured_is_marked():
+    records = [one for one in load("vllm_gpu") if one["kind"] == "vllm load"]
+    newest = max(records, key=lambda one: one["date"])["commit"]
+    commits: dict[tuple[str, str], dict[str, str]] = {}
+    for one in records:  # later ones replace earlier ones
+        commits.setdefault((one["load"], one["attention"]), {})[one["engine"]] = one["commit"]
+    (_, *rows), *_ = pages.tables("docs/serving.md", "On a GPU")
+    marked = sum("(o)" in row[0] for row in rows)
+    assert marked == sum(set(engines.values()) != {newest} for engines in commits.values())

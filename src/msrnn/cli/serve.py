@@ -78,7 +78,7 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
         "--prefix-pool",
         metavar="SIZE",
         help="host memory for states of earlier prompts, from which requests that begin alike start; 0: none "
-        "(default: 4GiB or an eighth of the memory on a CPU, none on a GPU, where it has not been tested)",
+        "(default: 4GiB or an eighth of the memory on a CPU, none on a GPU, where its cost has not been measured)",
     )
 
 
@@ -110,7 +110,7 @@ def _pool_states(size: str | None, state_bytes: int) -> int:
 
 
 def _default_pool() -> int:
-    """Bytes of the pool where none are given. On a GPU its copies have not been tested, so it must be asked for."""
+    """Bytes of the pool where none are given. On a GPU the cost of its copies is not known: ask for it."""
     import psutil
     import torch
 

@@ -1,0 +1,125 @@
+"""How many of a scan's decisions are near, by their place in a text: what a scan's time on a GPU depends on.
+
+    python benchmarks/near_decisions.py --tokens 65536 --rope 10000 --out results/near_decisions.jsonl
+    python benchmarks/near_decisions.py --tokens 8192 --flat --out results/near_decisions.jsonl
+
+One layer of the Llama-3-8B shape with `tova`, on a CPU. Queries and keys are as random weights give them, with RoPE of
+a given base; each head's queries share a direction (`steady`, as in `vllm_gpu.py`) unless `--flat`. The Triton scan
+weighs a row before it knows what leaves in the 16 to 31 rows in front. Where the two least important tokens are closer
+than what left may change, the decision is near, and the row is summed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from msrnn.core.attention import Attention
+from msrnn.core.recurrence import read
+from msrnn.core.slots import Slots
+from msrnn.policy import parse_policy
+from msrnn.system.provenance import command, commit, machine, now, versions
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+CHUNK, BLOCK, PIECE = 256, 16, 4096  # rows of a chunk, rows that the scan prepares at a time, tokens of a record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capacity", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--rope", type=float, help="base of RoPE; none if not given")
+    parser.add_argument("--flat", action="store_true", help="queries share no direction")
+    parser.add_argument("--every", type=int, default=4, help="look at one chunk in so many")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    about = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
+    about |= {"command": command(), "kind": "near decisions", "policy": f"tova:{options.capacity}"}
+    about |= {"attention": "flat" if options.flat else "steady", "rope_theta": options.rope}
+    layer = Layer(options.capacity)
+    for start in range(0, options.tokens, PIECE):
+        near, decisions = layer.feed(tokens(start, options), options.every)
+        record = about | {"from": start, "to": start + PIECE, "near": near / max(1, decisions), "decisions": decisions}
+        print(f"tokens {start:6,} to {start + PIECE:6,}: {record['near']:.3f} of {decisions:,}", flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def tokens(start: int, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """query [H, T, D], key and value [G, T, D] of the next piece."""
+    generator = torch.Generator().manual_seed(start)
+    query, key, value = (
+        1.28 * torch.randn(heads, PIECE, SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    if not options.flat:
+        slow = SIZE // 2 * 5 // 8
+        shared = 4 * torch.randn(HEADS, 1, 2, SIZE // 2 - slow, generator=torch.Generator().manual_seed(9))
+        query.view(HEADS, PIECE, 2, SIZE // 2)[..., slow:] += shared
+    if options.rope:
+        query, key = (_rotate(tensor, start, options.rope) for tensor in (query, key))
+    return query, key, value
+
+
+def _rotate(rows: Tensor, start: int, base: float) -> Tensor:
+    angles = torch.arange(start, start + PIECE)[:, None] * base ** (-torch.arange(SIZE // 2) / (SIZE // 2))
+    a, b = rows.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+class Layer:
+    """One layer's state, and all keys so far by position."""
+
+    def __init__(self, capacity: int) -> None:
+        self.policy, self.attention = parse_policy(f"tova:{capacity}"), Attention(SIZE**-0.5)
+        self.keys = torch.empty(KV_HEADS, 0, SIZE)
+        self.slots: Slots | None = None
+
+    def feed(self, new: tuple[Tensor, Tensor, Tensor], every: int) -> tuple[int, int]:
+        """Read a piece -> near decisions and all decisions of the chunks looked at."""
+        query, key, value = new
+        first, self.keys = self.keys.shape[1], torch.cat([self.keys, key], 1)
+        if self.slots is None:
+            self.slots = Slots.empty(self.policy, key[None], value[None], HEADS)
+        counts = [0, 0]
+        for start in range(0, PIECE, CHUNK):
+            part = slice(start, start + CHUNK)
+
+            def look(positions: Tensor, expiry: Tensor, part: slice = part, step: int = first + start) -> None:
+                if step // CHUNK % every == 0:
+                    for place, number in enumerate(self.near(query[:, part], positions[0, 0], expiry[0, 0], step)):
+                        counts[place] += number
+
+            q, k, v = (tensor[None, :, part] for tensor in (query, key, value))
+            read(self.slots, q, k, v, self.policy, self.attention, chunk=CHUNK, on_evict=look)
+        return counts[0], counts[1]
+
+    def near(self, query: Tensor, positions: Tensor, expiry: Tensor, step: int) -> tuple[int, int]:
+        """query [H, C, D]; positions, expiry [N] of the columns of the chunk that begins at `step`."""
+        used = positions >= 0
+        positions, expiry = positions[used], expiry[used]
+        grouped = query.reshape(KV_HEADS, -1, SIZE) @ self.keys[:, positions].mT
+        logits = grouped.view(HEADS, CHUNK, -1) * self.attention.scale
+        decisions = [self._decision(logits[:, row], positions, expiry, step, row) for row in range(CHUNK)]
+        return decisions.count(True), sum(decision is not None for decision in decisions)
+
+    def _decision(self, logits: Tensor, positions: Tensor, expiry: Tensor, step: int, row: int) -> bool | None:
+        """Whether a row's decision is near; None where nobody has to leave. logits [H, N]."""
+        now, since = step + row, step + max(0, (row // BLOCK - 1) * BLOCK)
+        arrived = positions <= now
+        present = arrived & (expiry >= now)
+        if self.policy.capacity is None or int(present.sum()) <= self.policy.capacity:
+            return None
+        prepared = arrived & (expiry >= since)
+        weights = logits.masked_fill(~prepared, -torch.inf).softmax(-1)
+        lost = float(weights.amax(0)[prepared & ~present].sum())
+        lowest, second = weights.mean(0).masked_fill(~present, torch.inf).topk(2, largest=False).values.tolist()
+        return not (second * (1 - lost) > lowest * (1 + 1e-5) and lost <= 0.5)
+
+
+if __name__ == "__main__":
+    main()
