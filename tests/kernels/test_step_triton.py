@@ -249,6 +249,21 @@ def case_nan_is_passed_on(kv: str, part: str) -> None:
         two.seen += 1
 
 
+@pytest.mark.parametrize("kv", ["int8", "k8v4"])
+def case_scales_are_rounded_through_float32(kv: str) -> None:
+    """As PyTorch rounds float64: a number a little above the middle of two float16 is in the middle as float32."""
+    policy, attention = parse_policy(f"tova:3,kv={kv}"), Attention(0.4)
+    number = 1 + 2**-11 + 2**-40
+    key, query = torch.full((2, 1, 1, 8), 127 * number, dtype=torch.float64)
+    value = torch.linspace(number, 3, 8, dtype=torch.float64).view(1, 1, 8)
+    one = Slots.empty(policy, key[:, :, None], value[:, :, None], 1)
+    two = one.fork()
+    torch_step.step(one, query, key, value, policy, attention)
+    triton_step.step(two, query, key, value, policy, attention)
+    assert 1.0 in one.scales
+    assert_same(one, two)
+
+
 def case_an_odd_number_of_codes() -> None:
     """Values that cannot be read in pairs are left to PyTorch."""
     compare("tova:6,kv=int8", Attention(0.4), (1, 2, 2), sizes=(20, 11))

@@ -4,7 +4,7 @@ A token is encoded once, when it arrives, keys after RoPE. From then on every pa
 recurrence is as exact as with plain slots and does not depend on chunks.
 
 Int8: symmetric, one scale per token and head. Int4: groups of up to 32 numbers, each with a scale and its lowest
-number. Scales are float16.
+number. Scales are float16; PyTorch rounds float64 to it through float32, and so do the kernels.
 """
 
 from __future__ import annotations

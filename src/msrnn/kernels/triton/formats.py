@@ -41,6 +41,12 @@ def _nearest(x, ACC: tl.constexpr):
 
 
 @_jit
+def _half(x):
+    """Float16; float64 through float32, as PyTorch rounds it."""
+    return x.to(tl.float32).to(tl.float16)
+
+
+@_jit
 def _ratio(x, y, ACC: tl.constexpr):
     """x / y, rounded as the definition's: the fast division of a GPU is not."""
     return x / y if tl.float64 == ACC else tl.div_rn(x, y)
@@ -53,7 +59,7 @@ def encode8(rows, ACC: tl.constexpr):
     bad = tl.max((rows != rows).to(tl.int32), 1) > 0
     least = tl.full([1], _LEAST, ACC)
     scale = tl.maximum(_ratio(top, tl.full([1], 127.0, ACC), ACC), least)
-    scale = tl.where(bad, float("nan"), scale).to(tl.float16)
+    scale = _half(tl.where(bad, float("nan"), scale))
     codes = _nearest(_ratio(rows, tl.broadcast_to(scale.to(ACC)[:, None], rows.shape), ACC), ACC)
     return tl.minimum(tl.maximum(codes, -127.0), 127.0), scale
 
@@ -62,9 +68,9 @@ def encode8(rows, ACC: tl.constexpr):
 def encode4(rows, ACC: tl.constexpr):
     """rows [R, groups, GS] in ACC -> codes as whole numbers in ACC, scale and lowest [R, groups] in float16."""
     bad = tl.max((rows != rows).to(tl.int32), 2) > 0
-    lowest = tl.where(bad, float("nan"), tl.min(rows, 2)).to(tl.float16)
+    lowest = _half(tl.where(bad, float("nan"), tl.min(rows, 2)))
     above = rows - lowest.to(ACC)[:, :, None]
     top = _ratio(tl.max(above, 2), tl.full([1, 1], 15.0, ACC), ACC)
-    scale = tl.where(bad, float("nan"), tl.maximum(top, tl.full([1, 1], _LEAST, ACC))).to(tl.float16)
+    scale = _half(tl.where(bad, float("nan"), tl.maximum(top, tl.full([1, 1], _LEAST, ACC))))
     codes = _nearest(_ratio(above, tl.broadcast_to(scale.to(ACC)[:, :, None], rows.shape), ACC), ACC)
     return tl.minimum(tl.maximum(codes, 0.0), 15.0), scale, lowest
