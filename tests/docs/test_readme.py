@@ -53,6 +53,14 @@ def test_quality() -> None:
         same(fact, recall(label, 512, 4))
 
 
+def test_ruler() -> None:
+    found = re.search(r"`tova:256` answers ([\d.]+) % right, .* bytes ([\d.]+) %, full attention ([\d.]+) %", README)
+    assert found is not None
+    values = {one["policy"]: one["value"] for one in load("ruler") if one["cell"] == {"kind": "all", "length": 1024}}
+    policies = ("tova:256", "fade:496,kv=int8,profile=SmolLM2-135M-Instruct", "full")
+    assert all(close(printed, values[policy]) for printed, policy in zip(found.groups(), policies, strict=True))
+
+
 def test_speed() -> None:
     _, batch48, largest, *prefill = pages.tables("README.md", LOST)[1]
     bench = {(one["kind"], one["policy"], one.get("batch"), one.get("length")): one for one in load("bench_h200")}
@@ -63,15 +71,18 @@ def test_speed() -> None:
         (largest[1], bench["largest", "tova:512", 480, None], bench["largest", "full", 56, None]),
         (largest[2], llama3["llama-3-8b: tova:512, largest"], llama3["llama-3-8b: full, largest"]),
     ):
-        ratio, sequences, rest = re.findall(r"[\d,.]*\d", cell)
+        ratio, sequences, rest = re.findall(r"[\d,.]*\d", cell.split(";")[0])
         assert close(ratio, bounded["times_full"])
         assert (sequences, rest) == (f"{bounded['batch']:,}", f"{full['batch']:,}")
+    formats = {one["policy"]: one for one in load("part/formats_h200") if one["kind"] == "largest"}
+    int8 = formats["tova:512,kv=int8"]
+    assert largest[1].endswith(f"; in 8 bits {int8['times_full']:.2f} ({int8['batch']})")
     for row, batch, length in zip(prefill, (32, 1, 1), (4096, 4096, 131072), strict=True):
         assert close(row[1], 1 / bench["prefill", "tova:512", batch, length]["times_full"])
 
 
 def test_speed_on_a_cpu() -> None:
-    sentence = re.search(r"reads 8,192 tokens ([\d.]+) times and writes the tokens after them ([\d.]+) times", README)
+    sentence = re.search(r"reads 8,192\s+tokens ([\d.]+) times and writes the tokens after them ([\d.]+) times", README)
     assert sentence is not None
     ratios = {(one["what"], one["run"], one.get("length")): one["ratio"] for one in load("cpu") if "ratio" in one}
     for printed, what in zip(sentence.groups(), ("prefill", "decode"), strict=True):
