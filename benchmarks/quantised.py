@@ -163,8 +163,11 @@ def time_in_turns(model: Any, ids: Tensor, options: Any) -> None:
 
 
 def fill(model: Any, ids: Tensor, cache: Cache) -> Cache:
-    """The text in two calls, so that a `QuantizedCache` has its newest tokens as they are, as after many calls."""
-    for part in (ids[:, :-NEWEST], ids[:, -NEWEST:]):
+    """The text in two calls: a `QuantizedCache` then has half of its newest tokens as they are, as on average.
+
+    With them all, the first step would encode everything again, for which `hqq` wants an even number of groups.
+    """
+    for part in (ids[:, : -NEWEST // 2], ids[:, -NEWEST // 2 :]):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
