@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrnn.budgets.allocate import allocate, convex_hull, expected_loss, extrapolate, interpolate, non_increasing
+from msrnn.budgets.allocate import allocate, convex_hull, expected_loss, interpolate, non_increasing
 
 GRID = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -84,17 +84,3 @@ def test_too_few_slots_are_refused_and_too_many_are_shared() -> None:
     with pytest.raises(ValueError, match="31 slots are fewer than the smallest capacities of all layers, 32"):
         allocate([power(1.0)] * 2, 31)
     assert allocate([power(1.0), power(9.0)], 5001) == [2501, 2500]
-
-
-def test_a_curve_falls_on_for_one_doubling() -> None:
-    """By hand: a power law of -1 from 64 to 128 has half of the loss at 256."""
-    assert extrapolate({32: 9.0, 64: 0.4, 128: 0.2}) == pytest.approx({32: 9.0, 64: 0.4, 128: 0.2, 256: 0.1})
-    assert extrapolate({64: 0.4, 128: 0.0}) == {64: 0.4, 128: 0.0}  # nothing left to lose
-    assert extrapolate({64: 0.4}) == {64: 0.4}
-    assert extrapolate({64: 0.2, 128: 0.3}) == pytest.approx({64: 0.25, 128: 0.25, 256: 0.25})
-
-
-def test_layers_that_lose_at_the_end_of_the_grid_get_more_than_it() -> None:
-    needy, easy = {32: 1.0, 64: 0.5, 128: 0.25}, {32: 0.01, 64: 0.001, 128: 0.0}
-    assert allocate([needy, easy], 224) == [128, 96]
-    assert allocate([extrapolate(needy), extrapolate(easy)], 224) == [192, 32]

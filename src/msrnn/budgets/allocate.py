@@ -50,19 +50,6 @@ def expected_loss(curves: Sequence[Curve], capacities: Sequence[int]) -> float:
     )
 
 
-def extrapolate(curve: Curve) -> Curve:
-    """The curve up to twice its last capacity, falling on as it did between its last two points.
-
-    Chunks end what can be measured, and the layers that need most lose something even there. A curve that has come down
-    to nothing ends where it does.
-    """
-    points = non_increasing(curve)
-    if len(points) < 2 or points[-1][1] < _ZERO:
-        return dict(points)
-    (low, loss), (high, less) = points[-2:]
-    return dict(points) | {2 * high: _power_law(low, loss, high, less, 2 * high)}
-
-
 def non_increasing(curve: Curve) -> Points:
     """The nearest curve (isotonic regression) that never rises: where more slots are worse, that is noise."""
     blocks: list[tuple[float, int]] = []  # mean, members

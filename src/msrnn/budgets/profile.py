@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policy import Plan, PolicyLike, SlotBytes, check_kind, per_layer, split_policy
-from .allocate import allocate, extrapolate
+from .allocate import allocate
 
 KIND = "msrnn profile 1"
 _LARGEST, _MOST_LAYERS, _LARGEST_FILE = 2**31, 10_000, 1 << 24
@@ -79,8 +79,7 @@ def open_profile(path: str | Path) -> dict[str, Any]:
 def read_profile(path: str | Path, average: int | None = None) -> list[int]:
     """The capacities by layer of a profile file.
 
-    Where another average is asked for than it was made for, from its curves, if it has any, which go on beyond what was
-    measured for one doubling.
+    Where another average is asked for than it was made for, from its curves, if it has any.
     """
     profile = open_profile(path)
     others, capacities = profile.get("allocations", {}), profile["capacities"]
@@ -89,7 +88,7 @@ def read_profile(path: str | Path, average: int | None = None) -> list[int]:
     if str(average) in others or "curves" not in profile:
         return list(others.get(str(average), capacities))
     try:
-        curves = [extrapolate(dict(curve)) for _, curve in zip(capacities, profile["curves"], strict=True)]
+        curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
         return allocate(curves, average * len(capacities))
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
