@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from msrnn.eval.record import read_records, write_records
-from msrnn.hf.load import bundled
 from tests.support.records import record
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-
-
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path: Path, books: Callable[[int], Path]) -> Path:
     """Four small books and one article."""
-    (tmp_path / "pg19").mkdir()
-    for number in range(4):
-        lines = (f"In year {i} of book {number} there were {i * i % (number + 5)} kings.\n" for i in range(40))
-        (tmp_path / "pg19" / f"{number}.txt").write_text("".join(lines))
+    books(40)
     (tmp_path / "qasper").mkdir()
     article = {"input": "We measure what a state keeps. " * 40}
     (tmp_path / "qasper" / "leval_scientific_qa.jsonl").write_text(json.dumps(article) + "\n")
     return tmp_path
-
-
-@pytest.fixture
-def model(llama: Any, tmp_path: Path) -> str:
-    folder = tmp_path / "tiny"
-    llama(vocab_size=49152, initializer_range=0.1, num_hidden_layers=2).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
-    return str(folder)
 
 
 def test_the_halves_are_apart_and_always_the_same(data: Path) -> None:

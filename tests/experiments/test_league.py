@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,14 @@ from transformers import AutoTokenizer
 
 from msrnn.eval.perplexity import token_nll
 from msrnn.eval.record import read_records
-from msrnn.hf.load import bundled
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-
-
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    (tmp_path / "pg19").mkdir()
-    for number in range(4):
-        lines = (f"In year {i} of book {number} there were {i * i % (number + 5)} kings.\n" for i in range(150))
-        (tmp_path / "pg19" / f"{number}.txt").write_text("".join(lines))
-    return tmp_path
-
-
-@pytest.fixture
-def model(llama: Any, tmp_path: Path) -> str:
-    folder = tmp_path / "tiny"
-    llama(vocab_size=49152, initializer_range=0.1, num_hidden_layers=2).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(bundled(progress=False)).save_pretrained(folder)
-    return str(folder)
+def data(books: Callable[[int], Path]) -> Path:
+    return books(150)
 
 
 def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
