@@ -63,8 +63,10 @@ def without_graphs() -> Iterator[None]:
     """Inside this context every read is launched kernel by kernel."""
     graphs = dict(_graphs)
     _graphs.clear()
-    yield
-    _graphs.update(graphs)
+    try:
+        yield
+    finally:
+        _graphs.update(graphs)
 
 
 def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> ReadGraphs | None:
