@@ -5,13 +5,15 @@ Usage: killed.py WHAT FOLDER KILLS. The process imports once; every child is a f
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,14 @@ def finished(work: Callable[[], None]) -> float:
     return time.monotonic() - start
 
 
+def kill_until_done(work: Callable[[], None], took: float, dice: random.Random) -> Iterator[None]:
+    """One kill after another, each later than the last may be: a machine that has become slow gets there too."""
+    for attempt in itertools.count():
+        if not killed(work, dice.uniform(0, took * (1 + attempt / 8))):
+            return
+        yield
+
+
 def saving(folder: Path, kills: int) -> None:
     """At every moment the file is one of the two states, whole."""
     rnn, path, dice = msrnn.RNN(tiny_llama(), "h2o:32"), folder / "state", random.Random(SEED)
@@ -107,8 +117,7 @@ def evaluating(folder: Path, kills: int) -> None:
     while count < kills:
         number += 1
         out = folder / f"{number}.jsonl"
-        while killed(lambda: work(out), dice.uniform(0, took)):  # noqa: B023 (called now)
-            count += 1
+        count += sum(1 for _ in kill_until_done(lambda: work(out), took, dice))  # noqa: B023 (called now)
         work(out)
         assert essence(out) == essence(plain), out
         lines = [line for _, line in read_lines(out.with_suffix(".samples.jsonl")) if "sample" in line]
@@ -131,7 +140,7 @@ def calibrating(folder: Path, kills: int) -> None:
     while count < kills:
         number += 1
         path = folder / f"{number}.json"
-        while killed(lambda: work(path), dice.uniform(0, took)):  # noqa: B023 (called now)
+        for _ in kill_until_done(lambda: work(path), took, dice):  # noqa: B023 (called now)
             count += 1
             assert not path.exists() or json.loads(path.read_text())
         work(path)
@@ -139,6 +148,7 @@ def calibrating(folder: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(500, exit=True)  # a process that hangs says where
     torch.set_num_threads(1)
     os.environ["MSRNN_COMMIT"] = "tests"  # no git: what a killed process has started lives on
     {"saving": saving, "eval": evaluating, "calibrate": calibrating}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
