@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from .core.heads import LayerSlots, recorder
 from .core.recurrence import CHUNK, Prompt
-from .core.slots import Slots
-from .core.trace import Recorder, Trace
+from .core.trace import Trace
 from .hf.cache import BoundedCache, BoundedLayer, cache
 from .policy import PolicyLike
 from .state_file import StateError, load_state, save_state
@@ -49,7 +49,7 @@ class RNN:
         bounded = self._cache()
         if trace:
             for layer in bounded.bounded:
-                layer.recorder = Recorder()
+                layer.recorder = recorder(layer.policy)
         return RNNState(bounded)
 
     def step(self, token_ids: Tensor, state: RNNState, attention_mask: Tensor | None = None) -> tuple[Tensor, RNNState]:
@@ -142,7 +142,8 @@ class RNNState:
         return bounded
 
     @property
-    def layers(self) -> list[Slots]:
+    def layers(self) -> list[LayerSlots]:
+        """The slots of every layer, or of every KV head of it where heads have budgets of their own."""
         return [layer.slots for layer in self.cache.bounded if layer.slots is not None]
 
     @property

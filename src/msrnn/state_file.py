@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .core.checks import fault
-from .core.slots import TENSORS, Slots, unit_count
+from .core.heads import join, parts_of, units_of
+from .core.slots import TENSORS, Slots
 from .hf.cache import BoundedCache
 from .hf.geometry import Geometry, Unsupported, geometry
 from .hf.identity import model_identity
-from .policy import Policy, parse_policy
+from .policy import HeadPolicies, LayerPolicy, Policy, parse_layer_policy, parts
 from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"
@@ -36,14 +37,16 @@ def save_state(
     path: str | Path, cache: BoundedCache, tokens: Sequence[int] | None = None, notes: dict[str, str] | None = None
 ) -> None:
     cache.check()
-    slots = [layer.slots for layer in cache.bounded if layer.slots is not None]
-    if not slots:
+    layers = [layer.slots for layer in cache.bounded if layer.slots is not None]
+    if not layers:
         raise StateError("this state has read nothing yet; there is nothing to save")
-    if len(slots) != len(cache.layers):
+    if len(layers) != len(cache.layers):
         raise Unsupported("this model has layers without keys and values, whose state msrnn cannot save yet")
-    for layer, policy, one in zip(geometry(cache.model), cache.plan.policies, slots, strict=True):
-        if message := fault(one, policy, layer.window):
-            raise StateError(f"this state is damaged, so it is not saved: in layer {layer.index} {message}")
+    slots = [part for layer in layers for part in parts_of(layer)]
+    policies, windows = cache.plan.policies, [layer.window for layer in geometry(cache.model)]
+    for (name, policy, window), one in zip(_parts(policies, windows), slots, strict=True):
+        if message := fault(one, policy, window):
+            raise StateError(f"this state is damaged, so it is not saved: in {name} {message}")
     tensors = {f"{i}.{name}": t.cpu().contiguous() for i, s in enumerate(slots) for name, t in s.tensors().items()}
     tensors["counts"] = torch.tensor([[-1 if s.limit is None else s.limit, s.fed] for s in slots])
     if tokens is not None:
@@ -62,11 +65,12 @@ def load_state(path: str | Path, cache: BoundedCache) -> None:
     for name, ours in _owner(cache).items():
         if about[name] != ours:
             raise StateError(f"{path} was made for another {name}: {_show(about[name])}, not {_show(ours)}")
-    slots = _check(path, cache.plan.policies, tensors, [layer.window for layer in layers])
-    for index, (one, layer) in enumerate(zip(slots, layers, strict=True)):
-        _check_shape(path, index, one, layer, cache)
-    for one, bounded in zip(slots, cache.bounded, strict=True):
-        bounded.slots, bounded.is_initialized = one, True
+    slots = iter(_check(path, cache.plan.policies, tensors, [layer.window for layer in layers]))
+    by_layer = [[next(slots) for _ in parts(policy)] for policy in cache.plan.policies]
+    for index, (own, layer) in enumerate(zip(by_layer, layers, strict=True)):
+        _check_shape(path, index, own, layer, cache)
+    for own, bounded in zip(by_layer, cache.bounded, strict=True):
+        bounded.slots, bounded.is_initialized = join(own, bounded.policy), True
 
 
 def read_state_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -98,65 +102,79 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return about, tensors
 
 
+def _parts(policies: Sequence[LayerPolicy], windows: Sequence[int | None]) -> Iterator[tuple[str, Policy, int | None]]:
+    """The name, policy and window of all slots in a file, in their order: of layers, or of their KV heads."""
+    for layer, (policy, window) in enumerate(zip(policies, windows, strict=True)):
+        for head, part in enumerate(parts(policy)):
+            name = f"layer {layer}"
+            yield f"{name}, KV head {head}," if isinstance(policy, HeadPolicies) else name, part, window
+
+
 def _check(
-    path: str | Path, policies: Sequence[Policy], tensors: dict[str, Tensor], windows: Sequence[int | None]
+    path: str | Path, policies: Sequence[LayerPolicy], tensors: dict[str, Tensor], windows: Sequence[int | None]
 ) -> list[Slots]:
-    """The slots of every layer; a checksum proves no good will, so what kernels rely on is checked here."""
-    layers = [_slots(path, index, tensors, len(policies)) for index in range(len(policies))]
-    names = {f"{index}.{name}" for index in range(len(policies)) for name in TENSORS} | {"counts", "tokens"}
+    """The slots of every layer, or of every KV head where each has its own.
+
+    A checksum proves no good will, so what kernels rely on is checked here.
+    """
+    owners = list(_parts(policies, windows))
+    slots = [_slots(path, index, name, tensors, len(owners)) for index, (name, _, _) in enumerate(owners)]
+    names = {f"{index}.{name}" for index in range(len(owners)) for name in TENSORS} | {"counts", "tokens"}
     if unknown := sorted(set(tensors) - names):
         raise StateError(f"{path} holds {unknown[0][:60]!r}, which no state of {len(policies)} layers has")
-    for index, (slots, policy, window) in enumerate(zip(layers, policies, windows, strict=True)):
-        if message := fault(slots, policy, window):
-            raise StateError(f"{path} cannot be used: in layer {index} {message}")
-    _check_together(path, layers, tensors.get("tokens"))
-    return layers
+    for one, (name, policy, window) in zip(slots, owners, strict=True):
+        if message := fault(one, policy, window):
+            raise StateError(f"{path} cannot be used: in {name} {message}")
+    _check_together(path, slots, [name for name, *_ in owners], tensors.get("tokens"))
+    return slots
 
 
-def _check_together(path: str | Path, layers: list[Slots], tokens: Tensor | None) -> None:
-    """All layers have read the same."""
-    first = layers[0]
-    for index, slots in enumerate(layers):
-        if slots.fed != first.fed or not torch.equal(slots.seen, first.seen):
-            raise StateError(f"{path} cannot be used: layers 0 and {index} have not read the same number of tokens")
+def _check_together(path: str | Path, slots: list[Slots], names: list[str], tokens: Tensor | None) -> None:
+    """All have read the same."""
+    first = slots[0]
+    for name, one in zip(names, slots, strict=True):
+        if one.fed != first.fed or not torch.equal(one.seen, first.seen):
+            raise StateError(f"{path} cannot be used: layers 0 and {name[6:]} have not read the same number of tokens")
     if tokens is None:
         return
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or [len(tokens)] != first.seen.tolist() or int(tokens.min()) < 0:
         raise StateError(f"{path} cannot be used: its tokens are not the {first.seen.tolist()} that were read")
 
 
-def _check_shape(path: str | Path, index: int, slots: Slots, layer: Geometry, cache: BoundedCache) -> None:
+def _check_shape(path: str | Path, index: int, parts: Sequence[Slots], layer: Geometry, cache: BoundedCache) -> None:
     """The layer's heads, their size, and the dtype are the model's."""
     shards = getattr(cache.model, "tp_size", None) or 1
     heads, kv_heads = layer.heads // shards, max(1, layer.kv_heads // shards)
-    stored = max(kv_heads, unit_count(cache.plan[index], heads, kv_heads))
-    shape, ours = (slots.keys.shape[1], slots.sizes[0]), (stored, layer.head_size)
+    stored, slots = max(kv_heads, units_of(cache.plan[index], heads, kv_heads)), parts[0]
+    shape, ours = (sum(part.keys.shape[1] for part in parts), slots.sizes[0]), (stored, layer.head_size)
     if shape not in (ours, (heads, layer.head_size)):  # some configs name KV heads that their models do not have
         raise StateError(f"{path} cannot be used: layer {index} has {shape} heads and their size, the model {ours}")
+    if any(part.sizes != slots.sizes or part.keys.dtype != slots.keys.dtype for part in parts):
+        raise StateError(f"{path} cannot be used: the KV heads of layer {index} are not alike")
     if slots.kv is None and slots.keys.dtype != cache.model.dtype:
         raise StateError(f"{path} cannot be used: layer {index} is {slots.keys.dtype}, not {cache.model.dtype}")
 
 
-def _policies(path: str | Path, text: str) -> list[Policy]:
+def _policies(path: str | Path, text: str) -> list[LayerPolicy]:
     """One policy per layer, from the file's metadata."""
     try:
         texts = json.loads(text)
         if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
             raise ValueError("a list of texts was expected")
-        known = {one: parse_policy(one) for one in set(texts)}
+        known = {one: parse_layer_policy(one) for one in set(texts)}
     except (ValueError, TypeError, RecursionError) as error:
         raise StateError(f"{path} has no valid policies: {_brief(str(error))}") from error
     return [known[one] for one in texts]
 
 
-def _slots(path: str | Path, index: int, tensors: dict[str, Tensor], layers: int) -> Slots:
+def _slots(path: str | Path, index: int, owner: str, tensors: dict[str, Tensor], count: int) -> Slots:
     named: dict[str, Any] = {name: tensors.get(f"{index}.{name}") for name in TENSORS}
     missing = [name for name, tensor in named.items() if tensor is None and name not in _OPTIONAL]
     if missing or "counts" not in tensors:
-        raise StateError(f"{path} has no {', '.join(missing or ['counts'])} for layer {index}; save the state again")
+        raise StateError(f"{path} has no {', '.join(missing or ['counts'])} for {owner}; save the state again")
     counts = tensors["counts"]
-    if counts.dtype != torch.int64 or counts.shape != (layers, 2):
-        raise StateError(f"{path} has counts {tuple(counts.shape)} for {layers} layers; save the state again")
+    if counts.dtype != torch.int64 or counts.shape != (count, 2):
+        raise StateError(f"{path} has counts {tuple(counts.shape)} for {count} slots; save the state again")
     limit, fed = counts[index].tolist()
     return Slots(**named, limit=None if limit < 0 else limit, fed=fed)
 

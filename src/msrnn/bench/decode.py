@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.heads import parts_of
 from ..core.slots import Slots, gain_of
 from ..engine.engine import Engine, EngineOptions
 from ..engine.static_cache import FullAttention, FullLayer
@@ -25,12 +26,13 @@ OURS = "our kernel"  # a backend for full attention: without scores, over as man
 def fill(engine: Engine, context: int) -> None:
     """As if every row had read `context` - 1 tokens: random keys and values, full slots, no row about to end."""
     for layer in engine.cache.static:
-        for rows in (layer.slots.keys, layer.slots.values):
-            _randomise(rows)
-        if layer.slots.scales is not None:
-            layer.slots.scales.fill_(2**-6)
-        if not isinstance(layer, FullLayer):
-            _fill_slots(layer.slots, context - 1)
+        for slots in parts_of(layer.slots):
+            for rows in (slots.keys, slots.values):
+                _randomise(rows)
+            if slots.scales is not None:
+                slots.scales.fill_(2**-6)
+            if not isinstance(layer, FullLayer):
+                _fill_slots(slots, context - 1)
     engine.cache.seen.fill_(context - 1)
     engine.rows.left.fill_(2**40)
     engine.rows.token.random_(0, engine.model.get_input_embeddings().weight.shape[0])
@@ -80,7 +82,7 @@ def step(
     if device.type == "cuda":
         record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     if bytes_per_second is not None:
-        kv_bytes = sum(_kv_bytes(layer.slots) for layer in engine.cache.static)
+        kv_bytes = sum(_kv_bytes(slots) for layer in engine.cache.static for slots in parts_of(layer.slots))
         floor = (weight_bytes(model) + kv_bytes) / bytes_per_second
         record |= {"floor_s": floor, "times_floor": times["median_s"] / floor}
     return record

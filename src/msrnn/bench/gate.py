@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..core import recurrence, reference
 from ..core.attention import Attention, weighted_sum
+from ..core.heads import parts_of
 from ..core.slots import Slots
 from ..engine.engine import Engine
 from ..engine.pipeline import PipelinedPrefill
@@ -117,8 +118,9 @@ def _pipeline_error(text: str, device: torch.device, dtype: torch.dtype) -> floa
         expected, state = rnn.step(ids, rnn.start())
         logits, bounded = pipeline.read(ids)
         for ours, theirs in zip(bounded.bounded, state.cache.bounded, strict=True):
-            survivors = [layer.slots.positions.sort().values for layer in (ours, theirs) if layer.slots is not None]
-            worst = max(worst, 0.0 if torch.equal(*survivors) else float("inf"))
+            pairs = zip(*(parts_of(layer.slots) for layer in (ours, theirs) if layer.slots is not None), strict=True)
+            same = all(torch.equal(*(part.positions.sort().values for part in pair)) for pair in pairs)
+            worst = max(worst, 0.0 if same else float("inf"))
         worst = max(worst, _largest_difference(logits, expected))
     return worst
 

@@ -42,7 +42,7 @@ def bounded(
 def exact(model: PreTrainedModel, policy: str, batch: int, length: int, *, chunk: int, runs: int = 3) -> Record:
     """The prompt through the recurrence as the engine reads it here: pipelined where that pays."""
     rnn = RNN(model, policy, chunk=chunk)
-    bounded_only = all(each.capacity is not None for each in rnn.plan.policies)
+    bounded_only = all(each.capacity is not None for each in rnn.plan.parts)
     if rnn.device.type == "cuda" and batch == 1 and bounded_only:
         pipeline = PipelinedPrefill(rnn)
         if pipeline.fits(length):

@@ -148,8 +148,8 @@ def _announcement(model: PreTrainedModel, turn: Turn, plans: dict[str, Plan], so
 def _capacities(policies: Plan) -> str:
     if policies.uniform:
         return f"{policies.average:g} tokens in every layer"
-    sizes = [policy.capacity or 0 for policy in policies.policies]
-    return f"{min(sizes):,} to {max(sizes):,} tokens in a layer, {policies.average:g} on average"
+    sizes, each = [policy.capacity or 0 for policy in policies.parts], "KV head" if policies.by_head else "layer"
+    return f"{min(sizes):,} to {max(sizes):,} tokens in a {each}, {policies.average:g} on average"
 
 
 def table(rows: Iterable[Row]) -> str:

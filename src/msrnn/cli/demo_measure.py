@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..core.heads import parts_of
 from ..core.trace import Trace
 from ..eval.perplexity import Progress, new_cache, score
 from ..hf.cache import BoundedCache
@@ -114,11 +115,11 @@ def _read(model: PreTrainedModel, ids: list[int], cache: Cache, on_tokens: Progr
 
 
 def _held(cache: Cache) -> int:
-    """Tokens per layer, on average where layers differ."""
+    """Tokens per layer, on average where layers or their KV heads differ."""
     if not isinstance(cache, BoundedCache):
         return int(cache.get_seq_length())
-    counts = [int(layer.slots.held.max()) for layer in cache.bounded if layer.slots is not None]
-    return round(sum(counts) / len(counts))
+    slots = [part for layer in cache.bounded if layer.slots is not None for part in parts_of(layer.slots)]
+    return round(sum(int(part.held.max()) for part in slots) / len(slots))
 
 
 def nbytes(cache: Cache) -> int:

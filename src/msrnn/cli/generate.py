@@ -95,16 +95,16 @@ def _tokens(arguments: Namespace, prompt: Prompt, tokenizer: Any) -> Iterator[in
     return stream_tokens(tokenizer, chain([before], prompt.blocks, [question + after]), special=False)
 
 
-def _facts(rnn: RNN, result: Generation) -> dict[str, str | int | float | list[int | None] | None]:
+def _facts(rnn: RNN, result: Generation) -> dict[str, Any]:
     """What --json prints beside the text."""
-    capacities = [policy.capacity for policy in rnn.plan.policies]
+    sizes = [policy.capacity for policy in rnn.plan.parts]
     predicted = state_cost(rnn, result.prompt_length + len(result.tokens))
     return {
         "model": str(rnn.model.config.name_or_path),
         "policy": str(rnn.plan),
         "prompt_mode": rnn.prompt,
-        "capacity": None if None in capacities else max(c for c in capacities if c),
-        "capacities": capacities,
+        "capacity": None if None in sizes else max(size for size in sizes if size),
+        "capacities": rnn.plan.capacities,
         "held": result.held,
         "tokens_read": result.prompt_length,
         "tokens_generated": len(result.tokens),

@@ -100,9 +100,10 @@ def held_tokens(rnn: RNN, length: int) -> int:
     """Tokens that the largest layer holds after `length` tokens."""
     from ..core.slots import slot_count
     from ..hf.geometry import geometry
+    from ..policy import parts
 
     layers = zip(rnn.plan.policies, geometry(rnn.model), strict=True)
-    counts = [slot_count(policy, layer.window) for policy, layer in layers]
+    counts = [slot_count(part, layer.window) for policy, layer in layers for part in parts(policy)]
     return max(length if count is None else min(length, count - 1) for count in counts)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from ..policy import HeadPolicies, LayerPolicy, parts
 from . import options
 from .argument_parser import Commands
 from .session import config_dtype, policy_text, silence_transformers
@@ -55,7 +56,6 @@ def run(arguments: Namespace) -> None:
 def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     """What --json prints."""
     from ..budgets.profile import plan_for
-    from ..core.slots import slot_count
     from ..hf.best import resolution
     from ..hf.cost import cost
     from ..hf.geometry import geometry, slot_costs, text_config
@@ -80,7 +80,7 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "context": context,
         "length": length,
-        "slots": [slot_count(policy, layer.window) for policy, layer in zip(policies.policies, layers, strict=True)],
+        "slots": [_slot_counts(policy, layer.window) for policy, layer in zip(policies.policies, layers, strict=True)],
         "windows": [layer.window for layer in layers],
         "state_bytes": predicted.state,
         "full_bytes": predicted.full,
@@ -93,6 +93,14 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
         bounded, full = predicted.largest_batch(max(0, memory - (facts["weight_bytes"] or 0)))
         facts |= {"memory_bytes": memory, "batch": bounded, "full_batch": full}
     return facts
+
+
+def _slot_counts(policy: LayerPolicy, window: int | None) -> int | list[int | None] | None:
+    """The slots of a layer, or of its KV heads where each has its own; None: it grows."""
+    from ..core.slots import slot_count
+
+    counts = [slot_count(part, window) for part in parts(policy)]
+    return counts if isinstance(policy, HeadPolicies) else counts[0]
 
 
 def _dtype(option: str, config: PreTrainedConfig) -> torch.dtype:

@@ -101,7 +101,7 @@ def announce_cost(rnn: RNN, length: int | None) -> None:
     dtype = str(rnn.model.dtype).removeprefix("torch.")
     predicted = state_cost(rnn, length or 1000)
     tokens = f"about {length:,} tokens" if length else "every 1,000 tokens"
-    bounded = all(policy.capacity for policy in rnn.plan.policies)
+    bounded = all(policy.capacity for policy in rnn.plan.parts)
     state = f"{human(predicted.state)} per sequence" + ("" if bounded else f" for {tokens}")
     full = f"full cache {human(predicted.full)} for {tokens}"
     note(f"{rnn.plan} on {name} ({dtype}, {rnn.device}): state {state}; {full}")

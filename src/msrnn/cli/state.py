@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> None:
     text = _read_text(Path(arguments.text))
     weights = weights_digest(arguments.model, revision=arguments.revision)
     rnn, tokenizer = load_rnn(arguments)
-    if any(policy.capacity is None for policy in rnn.plan.policies):
+    if any(policy.capacity is None for policy in rnn.plan.parts):
         raise ValueError("'full' is not bounded, so a server cannot start from its state; give a capacity")
     ids = _tokens(tokenizer, text, arguments.system)
     if not arguments.quiet:

@@ -94,9 +94,9 @@ class Engine:
         on_gpu = model.get_input_embeddings().weight.is_cuda
         chunk = (GPU_CHUNK if on_gpu else CHUNK) if options.chunk is None else options.chunk
         self.rnn = RNN(model, policy, length=length, chunk=chunk, piece=options.piece)
-        unbounded = any(policy.capacity is None for policy in self.rnn.plan.policies)
+        unbounded = any(policy.capacity is None for policy in self.rnn.plan.parts)
         self.length = (length or trained) if unbounded else None
-        rules = [policy.rule for policy in self.rnn.plan.policies if policy.rule is not None]
+        rules = [policy.rule for policy in self.rnn.plan.parts if policy.rule is not None]
         self.graphs = (on_gpu and not rules) if options.cuda_graphs is None else options.cuda_graphs
         if self.graphs and rules:
             raise ValueError(f"{rules[0]} has no kernel yet, so it cannot go into a CUDA graph; leave cuda_graphs out")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention import Attention
+from ..core.heads import LayerSlots, layer_parts, parts_of
 from ..core.recurrence import Chunks
 from ..core.slots import Slots
 from ..core.workspace import Workspace
@@ -63,8 +64,8 @@ class LaneLayer(BoundedLayer):
     def __init__(self, like: BoundedLayer, chunk: int, dtype: torch.dtype) -> None:
         super().__init__(like.policy, "recurrent", chunk)
         assert like.slots is not None
-        self.shared: Slots = like.slots.fork()  # not `slots`: checks on that would wait for the device
-        self.space = OpenWorkspace(self.shared, chunk, dtype)
+        self.shared: LayerSlots = like.slots.fork()  # not `slots`: checks on that would wait for the device
+        self.spaces = [OpenWorkspace(part, chunk, dtype) for part in parts_of(self.shared)]
         self.offsets = torch.arange(chunk, device=self.shared.seen.device)
         self.done: torch.cuda.Event | None = None
         self.is_initialized = True
@@ -74,33 +75,37 @@ class LaneLayer(BoundedLayer):
         stream = torch.cuda.current_stream() if query.is_cuda else None
         if stream is not None and self.done is not None:
             stream.wait_event(self.done)
-        key, value = self.shared.expand(key, value)
         output = self._read(query, key, value, attention)
         if stream is not None:
             self.done = stream.record_event()
         return output
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
-        """One chunk of the recurrence in the open workspace."""
+        """One chunk of the recurrence in the open workspaces."""
         size = query.shape[2]
         output = value.new_empty(len(query), size, query.shape[1], value.shape[3]).transpose(1, 2)
         steps = self.shared.seen[:, None] + self.offsets
-        chunks = Chunks(self.space, (query, key, value), steps, self.policy, attention, output)
-        chunks.evict(chunks.attend(slice(0, size)))
-        self.shared.seen += size
-        self.shared.fed += size
+        for space, part in zip(self.spaces, layer_parts(self.policy, query.shape[1]), strict=True):
+            tokens = (query[:, part.queries], *space.slots.expand(key[:, part.own], value[:, part.own]))
+            mixed, own = output[:, part.queries], part.attention(attention)
+            chunks = Chunks(space, tokens, steps, part.policy, own, mixed)
+            chunks.evict(chunks.attend(slice(0, size)))
+            space.slots.seen += size
+            space.slots.fed += size
         return output
 
-    def load(self, slots: Slots) -> None:
+    def load(self, slots: LayerSlots) -> None:
         """Begin again from slots that were filled elsewhere, in the same memory."""
-        for name, ours in self.shared.tensors().items():
-            ours.copy_(slots.tensors()[name])
-        self.shared.fed, self.shared.packed_at = slots.fed, slots.packed_at
-        self.space.open()
+        for space, theirs in zip(self.spaces, parts_of(slots), strict=True):
+            for name, ours in space.slots.tensors().items():
+                ours.copy_(theirs.tensors()[name])
+            space.slots.fed, space.slots.packed_at = theirs.fed, theirs.packed_at
+            space.open()
 
-    def result(self) -> Slots:
+    def result(self) -> LayerSlots:
         """A copy of what the slots are now."""
-        self.space.close()
+        for space in self.spaces:
+            space.close()
         return self.shared.fork()
 
     def get_seq_length(self) -> int:
@@ -124,7 +129,7 @@ class PipelinedPrefill:
         for name, value in (("chunk", chunk), ("lanes", lanes), ("laps", laps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        capacities = [policy.capacity for policy in rnn.plan.policies]
+        capacities = [policy.capacity for policy in rnn.plan.parts]
         if None in capacities:
             raise ValueError(f"{rnn.plan} keeps every token; only bounded states are read in a pipeline")
         self.rnn, self.chunk, self.lanes, self.laps = rnn, chunk, lanes, laps
@@ -209,8 +214,8 @@ class PipelinedPrefill:
         if size not in self.graphs:
             self._capture(size)
         else:
-            for layer in self._layers:
-                layer.shared.fed += tokens.shape[1]
+            for space in (space for layer in self._layers for space in layer.spaces):
+                space.slots.fed += tokens.shape[1]
         graph, logits = self.graphs[size]
         graph.replay()
         return logits.clone()

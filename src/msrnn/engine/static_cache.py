@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..core import recurrence
 from ..core.attention import Attention
-from ..core.recurrence import step
+from ..core.heads import HeadSlots, LayerSlots, parts_of, step
 from ..core.slots import Slots
 from ..hf.attention import BoundIgnored
 from ..hf.cache import BoundedCache, BoundedLayer
 from ..hf.geometry import Unsupported
-from ..policy import Policy
+from ..policy import LayerPolicy, Policy
 
 FullAttention = Literal["flash", "masked", "exact", "step"]
 _outside_inference_mode = torch.inference_mode(False)  # buffers outlive a caller's inference mode
@@ -30,21 +31,18 @@ _outside_inference_mode = torch.inference_mode(False)  # buffers outlive a calle
 class StaticLayer(BoundedLayer):
     """One layer's slots for every row of the batch."""
 
-    slots: Slots
+    slots: LayerSlots
 
-    def __init__(self, policy: Policy, slots: Slots) -> None:
+    def __init__(self, policy: LayerPolicy, slots: LayerSlots) -> None:
         super().__init__(policy)
         self.slots, self.is_initialized = slots, True
 
     @classmethod
     @_outside_inference_mode
-    def bounded(cls, policy: Policy, like: Slots, seen: Tensor) -> StaticLayer:
+    def bounded(cls, policy: LayerPolicy, like: LayerSlots, seen: Tensor) -> StaticLayer:
         """Empty rows with the shape of `like`; all layers share `seen` [B]."""
-        rows: dict[str, Any] = {
-            name: tensor.new_zeros(len(seen), *tensor.shape[1:]) for name, tensor in like.tensors().items()
-        }
-        rows["positions"].fill_(-1)
-        return cls(policy, replace(like, **(rows | {"seen": seen})))
+        rows = tuple(_empty_rows(part, seen) for part in parts_of(like))
+        return cls(policy, HeadSlots(rows) if isinstance(like, HeadSlots) else rows[0])
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         key, value = self._take(query)
@@ -58,15 +56,16 @@ class StaticLayer(BoundedLayer):
         key, value = self.take_pending()
         return key[:, :, 0], value[:, :, 0]
 
-    def load(self, rows: Tensor, slots: Slots) -> None:
+    def load(self, rows: Tensor, slots: LayerSlots) -> None:
         """Row rows[i] of the batch becomes row i of slots that were filled elsewhere."""
-        for name, tensor in self.slots.tensors().items():
-            if name != "seen":
-                tensor.index_copy_(0, rows, getattr(slots, name))
+        for ours, theirs in zip(parts_of(self.slots), parts_of(slots), strict=True):
+            for name, tensor in ours.tensors().items():
+                if name != "seen":
+                    tensor.index_copy_(0, rows, getattr(theirs, name))
 
     @property
     def nbytes(self) -> int:
-        return self.slots.nbytes - self.slots.seen.nbytes
+        return sum(part.nbytes - part.seen.nbytes for part in parts_of(self.slots))
 
     def get_seq_length(self) -> int:
         return 0  # every row is elsewhere; positions are given with the tokens
@@ -76,12 +75,23 @@ class StaticLayer(BoundedLayer):
         return len(self.slots.seen)
 
 
+def _empty_rows(like: Slots, seen: Tensor) -> Slots:
+    rows: dict[str, Any] = {
+        name: tensor.new_zeros(len(seen), *tensor.shape[1:]) for name, tensor in like.tensors().items()
+    }
+    rows["positions"].fill_(-1)
+    return replace(like, **(rows | {"seen": seen}))
+
+
 class FullLayer(StaticLayer):
     """A layer that keeps everything: token p is in slot p, and attention reads no more than a row has.
 
     `backend`: `flash`, PyTorch's flash attention with each row's length; `masked`, its SDPA; `exact`, its SDPA over all
     slots without a mask, right only while every row fills them (for benchmarks); `step`, our own kernel.
     """
+
+    slots: Slots
+    policy: Policy
 
     @_outside_inference_mode
     def __init__(
@@ -131,9 +141,10 @@ class FullLayer(StaticLayer):
             positions=positions,
             next=self.place[:, None].clone(),
         )
-        return step(rows, query[:, :, 0], key, value, self.policy, attention)[:, :, None]
+        return recurrence.step(rows, query[:, :, 0], key, value, self.policy, attention)[:, :, None]
 
-    def load(self, rows: Tensor, slots: Slots) -> None:
+    def load(self, rows: Tensor, slots: LayerSlots) -> None:
+        assert isinstance(slots, Slots)
         for index, row in enumerate(rows.tolist()):
             real = slots.positions[index, 0] >= 0
             at = slots.positions[index, 0, real]
@@ -167,7 +178,7 @@ class StaticCache(BoundedCache):
         slots = [layer.slots for layer in bounded if layer.slots is not None]
         self.seen = torch.full((batch,), -1, dtype=torch.int64, device=slots[0].seen.device)
         self.place, self.length = torch.zeros_like(self.seen), length
-        backend = backend or _fastest(slots[0])
+        backend = backend or _fastest(parts_of(slots[0])[0])
         layers = [
             _layer(layer.policy, one, self.seen, self.place, length, backend)
             for one, layer in zip(slots, bounded, strict=True)
@@ -205,9 +216,9 @@ class StaticCache(BoundedCache):
 
 
 def _layer(
-    policy: Policy, like: Slots, seen: Tensor, place: Tensor, length: int | None, backend: FullAttention
+    policy: LayerPolicy, like: LayerSlots, seen: Tensor, place: Tensor, length: int | None, backend: FullAttention
 ) -> StaticLayer:
-    if like.limit is not None:
+    if isinstance(like, HeadSlots) or not isinstance(policy, Policy) or like.limit is not None:
         return StaticLayer.bounded(policy, like, seen)
     if length is None:
         raise ValueError(f"{policy} keeps every token, so its room must be known: give length=N")

@@ -92,7 +92,7 @@ class Experiment:
 def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
     """`full`, `tova:512`, `tova:256,profile=FILE`, ..., a policy object, or `baseline:512` for the short context."""
     if not isinstance(policy, str):
-        capacities = tuple(one.capacity for one in (policy.policies if isinstance(policy, Plan) else (policy,)))
+        capacities = tuple(one.capacity for one in (policy.parts if isinstance(policy, Plan) else (policy,)))
         return Entry(str(policy), policy, capacities) if any(capacities) else Entry(str(policy), None)
     if is_best(policy):
         return _best(policy, resolve)
@@ -103,9 +103,8 @@ def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
             raise ValueError(f"{policy!r}: the baseline needs a context of at least 2 tokens; write baseline:512")
         return Entry(policy, None, (size,), size)
     if text.profile:
-        sizes = read_profile(text.profile, size)
-        per_layer(text.policy, sizes)  # refuse what does not fit together; the model is checked by the cache
-        return Entry(policy, policy, tuple(sizes))
+        plan = per_layer(text.policy, read_profile(text.profile, size))  # the model is checked by the cache
+        return Entry(policy, policy, tuple(part.capacity for part in plan.parts))
     parsed = parse_policy(policy)
     return Entry(policy, None) if parsed.capacity is None else Entry(policy, parsed, (parsed.capacity,))
 

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from ..core import reference
 from ..core.attention import Attention
 from ..core.formats import decode, encode, encode8
+from ..core.heads import parts_of
 from ..core.slots import Slots
 from ..hf.cache import BoundedCache, BoundedLayer
 from ..hf.geometry import Unsupported, text_config
@@ -172,9 +173,9 @@ def _store(state: Slots, keys: Tensor) -> None:
 def _same_shape(layers: Iterable[BoundedLayer]) -> list[dict[int, Slots]]:
     """The states by layer, grouped by what can be stacked into one tensor."""
     groups: dict[tuple[Any, ...], dict[int, Slots]] = {}
-    for index, layer in enumerate(layers):
-        state = layer.slots
-        assert state is not None
+    for index, state in enumerate(
+        part for layer in layers if layer.slots is not None for part in parts_of(layer.slots)
+    ):
         key = (state.keys.shape, state.positions.shape, state.limit, state.keys.dtype, state.keys.device)
         groups.setdefault(key, {})[index] = state
     return list(groups.values())

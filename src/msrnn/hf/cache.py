@@ -13,11 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..budgets.profile import plan_for
 from ..core.attention import Attention
-from ..core.recurrence import CHUNK, Prompt, read, read_oneshot
+from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
+from ..core.recurrence import CHUNK, Prompt
 from ..core.rules import announce_rule
-from ..core.slots import Slots
-from ..core.trace import Recorder
-from ..policy import Plan, Policy, PolicyLike, split_policy
+from ..policy import LayerPolicy, Plan, PolicyLike, split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
 from .geometry import Geometry, Unsupported, geometry, slot_costs, text_config
@@ -53,13 +52,19 @@ def cache(
     length = length or getattr(text_config(model), "max_position_embeddings", None)
     plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_costs(layers, model.dtype))
     shards = getattr(model, "tp_size", None) or 1
-    if shards > 1 and any(policy.scope == "layer" and not policy.blind for policy in plan.policies):
+    if shards > 1 and plan.by_head:
+        raise Unsupported(
+            f"the model's heads are spread over {shards} processes; budgets by KV head need them in one (a device_map)"
+        )
+    if shards > 1 and any(policy.scope == "layer" and not policy.blind for policy in plan.parts):
         raise Unsupported(
             f"the model's heads are spread over {shards} processes, and the heads of a layer decide together; "
             "use a policy by head (tova-head, h2o) or a device_map"
         )
-    for rule in {policy.rule for policy in plan.policies if policy.rule is not None}:
+    for rule in {policy.rule for policy in plan.parts if policy.rule is not None}:
         announce_rule(rule)
+    for layer, own in zip(layers, plan.policies, strict=True):
+        check_heads(own, layer.kv_heads)
     prepare(model)
     return BoundedCache(model, plan, layers, prompt, chunk)
 
@@ -70,11 +75,11 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, policy: Policy, prompt: Prompt = "recurrent", chunk: int = CHUNK) -> None:
+    def __init__(self, policy: LayerPolicy, prompt: Prompt = "recurrent", chunk: int = CHUNK) -> None:
         super().__init__()
         self.policy, self.prompt, self.chunk = policy, prompt, chunk
-        self.slots: Slots | None = None
-        self.recorder: Recorder | None = None
+        self.slots: LayerSlots | None = None
+        self.recorder: LayerRecorder | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.busy = False  # whether a call is at work on the slots, or was cut off there
 
@@ -109,19 +114,18 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         key, value = self.take_pending()
         if self.slots is None:
-            self.slots = Slots.empty(self.policy, key, value, query.shape[1], attention.window)
+            self.slots = empty_slots(self.policy, key, value, query.shape[1], attention.window)
             self.is_initialized = True
         self._check_tokens(query, key, value)
         real = None if real is None else real.to(query.device)
-        run = read if self.prompt == "recurrent" else read_oneshot
         tokens = (query.detach(), key, value)
-        return run(self.slots, *tokens, self.policy, attention, real, self.chunk, self.recorder)
+        return read(self.slots, *tokens, self.policy, attention, real, self.chunk, self.recorder, self.prompt)
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """New tokens must be like those that are held: compiled code sees memory, not tensors."""
         assert self.slots is not None
-        held = self.slots.keys
-        stored, sizes = held.shape[1], self.slots.sizes
+        held = parts_of(self.slots)[0].keys
+        stored, sizes = sum(part.keys.shape[1] for part in parts_of(self.slots)), self.slots.sizes
         fits = (key.shape[3], value.shape[3]) == sizes and query.shape[3] == key.shape[3]
         if not fits or stored % key.shape[1] or query.shape[1] % stored:
             theirs, ours = tuple(key.shape[1::2]), (stored, sizes[0])
@@ -149,7 +153,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.slots = self.pending = None
         self.is_initialized = self.busy = False
         if self.recorder is not None:
-            self.recorder = Recorder()
+            self.recorder = recorder(self.policy)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

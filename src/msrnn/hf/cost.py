@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..core.slots import keeps_gains, keeps_scores, slot_count, stored_memory, unit_count
-from ..policy import Plan
+from ..policy import HeadPolicies, Plan, Policy
 from .geometry import Geometry
 
 _INT64 = 8  # bytes of a position
@@ -30,18 +30,27 @@ class Cost:
 
 def cost(layers: Sequence[Geometry], plan: Plan, dtype: torch.dtype, length: int) -> Cost:
     """The cost of one sequence of `length` tokens under `plan`."""
-    accumulation = torch.promote_types(dtype, torch.float32).itemsize
     state = full = 0
     for layer, policy in zip(layers, plan.policies, strict=True):
         tokens = min(length, layer.window or length)
         full += tokens * layer.slot_bytes(dtype)
-        slots, units = slot_count(policy, layer.window), unit_count(policy, layer.heads, layer.kv_heads)
-        stored = max(units, layer.kv_heads)
-        per_slot = layer.slot_bytes(dtype, policy.scope, policy.kv) + units * _INT64  # keys, values, positions
-        if keeps_scores(policy, layer.window):
-            per_slot += units * accumulation
-        per_slot += units * stored_memory(policy, layer.window) * accumulation
-        if keeps_gains(policy, layer.window):
-            per_slot += stored * accumulation
-        state += (tokens if slots is None else slots) * per_slot + (units + 1) * _INT64  # next slots, tokens seen
+        if isinstance(policy, HeadPolicies):
+            head = replace(layer, heads=layer.heads // layer.kv_heads, kv_heads=1)
+            state += sum(_state(head, own, dtype, tokens) for own in policy.heads)
+        else:
+            state += _state(layer, policy, dtype, tokens)
     return Cost(state, full, sum(layer.slot_bytes(dtype) for layer in layers), length)
+
+
+def _state(layer: Geometry, policy: Policy, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of the slots of a layer, or of one KV head of it."""
+    accumulation = torch.promote_types(dtype, torch.float32).itemsize
+    slots, units = slot_count(policy, layer.window), unit_count(policy, layer.heads, layer.kv_heads)
+    stored = max(units, layer.kv_heads)
+    per_slot = layer.slot_bytes(dtype, policy.scope, policy.kv) + units * _INT64  # keys, values, positions
+    if keeps_scores(policy, layer.window):
+        per_slot += units * accumulation
+    per_slot += units * stored_memory(policy, layer.window) * accumulation
+    if keeps_gains(policy, layer.window):
+        per_slot += stored * accumulation
+    return (tokens if slots is None else slots) * per_slot + (units + 1) * _INT64  # next slots, tokens seen

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..core.heads import parts_of
 from ..core.trace import Trace
 from ..hf.cost import cost
 from ..hf.geometry import geometry
@@ -50,9 +51,9 @@ def cache_html(cache: BoundedCache) -> str:
         return f"<p>{html.escape(title)}</p>"
     held = torch.zeros(len(layers), read)
     for row, slots in enumerate(layers):
-        positions = slots.positions[0]
-        for unit in positions.cpu():
-            held[row, unit[unit >= 0]] += 1 / len(positions)
+        units = [unit for part in parts_of(slots) for unit in part.positions[0].cpu()]
+        for unit in units:
+            held[row, unit[unit >= 0]] += 1 / len(units)
     every = cost(geometry(cache.model), Plan((full(),) * len(layers)), cache.model.dtype, read).full
     sizes = f"{human(cache.nbytes)}; a full cache takes {human(every)}"
     return _figure(held.numpy(), title, f"a layer holds {held.sum(1).mean():,.0f} on average, in all {sizes}")

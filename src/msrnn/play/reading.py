@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ..core.slots import unit_count
+from ..core.heads import units_of
 from ..core.trace import ALIVE, Trace
 from ..hf.cost import cost
 from ..hf.geometry import geometry
@@ -52,7 +52,7 @@ class Lane:
     @property
     def full(self) -> bool:
         """Nothing ever leaves, so there is nothing to observe."""
-        return all(policy.capacity is None for policy in self.rnn.plan.policies)
+        return all(policy.capacity is None for policy in self.rnn.plan.parts)
 
     @torch.no_grad()
     def read(self, ids: Sequence[int]) -> Message:
@@ -146,10 +146,10 @@ def describe_plan(plan: Plan, model: PreTrainedModel, text: str) -> Message:
     layers = geometry(model)
     return {
         "policy": text,
-        "capacities": [policy.capacity for policy in plan.policies],
-        "units": [unit_count(p, layer.heads, layer.kv_heads) for p, layer in zip(plan.policies, layers, strict=True)],
-        "by_age": all(policy.blind for policy in plan.policies),
-        "momentum": max(policy.momentum for policy in plan.policies),
+        "capacities": plan.capacities,
+        "units": [units_of(p, layer.heads, layer.kv_heads) for p, layer in zip(plan.policies, layers, strict=True)],
+        "by_age": all(policy.blind for policy in plan.parts),
+        "momentum": max(policy.momentum for policy in plan.parts),
     }
 
 

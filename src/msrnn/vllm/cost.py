@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..hf.geometry import Geometry
-from ..policy import Plan
+from ..policy import HeadPolicies, Plan
 from .block import Layout
 
 
@@ -15,6 +15,8 @@ def price(layers: Sequence[Geometry], plan: Plan, dtype: torch.dtype, length: in
     """Bytes of one request over all layers: its states, and vLLM's own cache at `length` tokens."""
     state = full = 0
     for layer, policy in zip(layers, plan.policies, strict=True):
+        if isinstance(policy, HeadPolicies):
+            raise ValueError("budgets by KV head are not for vLLM yet; use a profile by layer")
         if policy.capacity is None:
             raise ValueError("'full' is not bounded: serve with plain vLLM, or give a capacity, e.g. tova:512")
         size = layer.head_size

@@ -1,0 +1,192 @@
+"""A layer's memory as all who run a model see it: slots that its heads share, or slots of its own for every KV head.
+
+Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it. The
+recurrence and its kernels know nothing of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..policy import KV, HeadPolicies, LayerPolicy, Policy
+from . import recurrence
+from .attention import Attention
+from .recurrence import CHUNK, Prompt
+from .slots import Slots, unit_count
+from .trace import Recorder
+
+
+@dataclass
+class HeadSlots:
+    """The slots of every KV head of a layer, [B, 1, S, D] each; S differs from head to head. All have read the same."""
+
+    heads: tuple[Slots, ...]
+
+    @property
+    def seen(self) -> Tensor:
+        return self.heads[0].seen
+
+    @property
+    def fed(self) -> int:
+        return self.heads[0].fed
+
+    @property
+    def held(self) -> Tensor:
+        """[B, G]: how many tokens each KV head holds now."""
+        return torch.cat([slots.held for slots in self.heads], 1)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slots.nbytes for slots in self.heads)
+
+    @property
+    def kv(self) -> KV | None:
+        return self.heads[0].kv
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.heads[0].sizes
+
+    def fork(self) -> HeadSlots:
+        return HeadSlots(tuple(slots.fork() for slots in self.heads))
+
+    def to(self, device: torch.device | str) -> HeadSlots:
+        return HeadSlots(tuple(slots.to(device) for slots in self.heads))
+
+    def select(self, index: Tensor) -> HeadSlots:
+        return HeadSlots(tuple(slots.select(index) for slots in self.heads))
+
+
+LayerSlots = Slots | HeadSlots
+
+
+def parts_of(slots: LayerSlots) -> tuple[Slots, ...]:
+    """The slots of a layer: its own, or those of its KV heads."""
+    return slots.heads if isinstance(slots, HeadSlots) else (slots,)
+
+
+def join(slots: Sequence[Slots], like: LayerPolicy) -> LayerSlots:
+    """The opposite of `parts_of`, for a layer with this policy."""
+    return HeadSlots(tuple(slots)) if isinstance(like, HeadPolicies) else slots[0]
+
+
+def empty_slots(policy: LayerPolicy, key: Tensor, value: Tensor, heads: int, window: int | None = None) -> LayerSlots:
+    """Slots for keys like `key` [B, G, T, D] and values like `value` [B, G, T, V]; all are empty."""
+    if isinstance(policy, Policy):
+        return Slots.empty(policy, key, value, heads, window)
+    check_heads(policy, key.shape[1])
+    share, own = heads // key.shape[1], range(key.shape[1])
+    slots = [Slots.empty(policy.heads[g], key[:, g : g + 1], value[:, g : g + 1], share, window) for g in own]
+    return HeadSlots(tuple(slots))
+
+
+def units_of(policy: LayerPolicy, heads: int, kv_heads: int) -> int:
+    """How many units decide on their own in a layer."""
+    return len(policy.heads) if isinstance(policy, HeadPolicies) else unit_count(policy, heads, kv_heads)
+
+
+def check_heads(policy: LayerPolicy, kv_heads: int) -> None:
+    """Refuse budgets for another number of KV heads than a layer has."""
+    if isinstance(policy, HeadPolicies) and len(policy.heads) != kv_heads:
+        raise ValueError(
+            f"the budgets are for {len(policy.heads)} KV heads in a layer that has {kv_heads}; use a profile made for "
+            "this model"
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What goes through the recurrence on its own: a layer, or one KV head of it with the query heads that read it."""
+
+    policy: Policy
+    own: slice  # of the layer's KV heads
+    queries: slice  # of its query heads
+
+    def attention(self, layer: Attention) -> Attention:
+        return layer if layer.sinks is None else replace(layer, sinks=layer.sinks[self.queries])
+
+
+def layer_parts(policy: LayerPolicy, heads: int) -> list[Part]:
+    """The parts of a layer with so many query heads."""
+    if isinstance(policy, Policy):
+        return [Part(policy, slice(None), slice(None))]
+    share = heads // len(policy.heads)
+    return [Part(one, slice(g, g + 1), slice(g * share, (g + 1) * share)) for g, one in enumerate(policy.heads)]
+
+
+def read(
+    slots: LayerSlots,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: LayerPolicy,
+    attention: Attention,
+    real: Tensor | None = None,
+    chunk: int = CHUNK,
+    on_evict: LayerRecorder | None = None,
+    prompt: Prompt = "recurrent",
+) -> Tensor:
+    """The arguments of `recurrence.read`, for any layer; `prompt` chooses between it and `read_oneshot`."""
+    run = recurrence.read if prompt == "recurrent" else recurrence.read_oneshot
+    if isinstance(slots, Slots) and isinstance(policy, Policy):
+        assert not isinstance(on_evict, HeadRecorder)
+        return run(slots, query, key, value, policy, attention, real, chunk, on_evict)
+    shape = (len(query), query.shape[2], query.shape[1], value.shape[3])
+    output = value.new_empty(shape).transpose(1, 2)  # the memory layout that the output projection expects
+    recorders = on_evict.heads if isinstance(on_evict, HeadRecorder) else (None,) * len(parts_of(slots))
+    for one, part, recorder in zip(parts_of(slots), layer_parts(policy, query.shape[1]), recorders, strict=True):
+        tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])
+        output[:, part.queries] = run(one, *tokens, part.policy, part.attention(attention), real, chunk, recorder)
+    return output
+
+
+def step(
+    slots: LayerSlots,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: LayerPolicy,
+    attention: Attention,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The arguments of `recurrence.step`, for any layer."""
+    if isinstance(slots, Slots) and isinstance(policy, Policy):
+        return recurrence.step(slots, query, key, value, policy, attention, out)
+    output = value.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
+    for one, part in zip(parts_of(slots), layer_parts(policy, query.shape[1]), strict=True):
+        tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])
+        recurrence.step(one, *tokens, part.policy, part.attention(attention), out=output[:, part.queries])
+    return output
+
+
+@dataclass
+class HeadRecorder:
+    """Collects the evictions of every KV head of a layer."""
+
+    heads: tuple[Recorder, ...]
+
+    @property
+    def deaths(self) -> Tensor | None:
+        """[B, G, T]: as one recorder of a layer has them."""
+        deaths = [one.deaths[..., : one.length] for one in self.heads if one.deaths is not None]
+        return torch.cat(deaths, 1) if deaths else None
+
+    @property
+    def length(self) -> int:
+        return self.heads[0].length
+
+    def select(self, index: Tensor) -> None:
+        for one in self.heads:
+            one.select(index)
+
+
+LayerRecorder = Recorder | HeadRecorder
+
+
+def recorder(policy: LayerPolicy) -> LayerRecorder:
+    """A recorder for a layer with this policy."""
+    return HeadRecorder(tuple(Recorder() for _ in policy.heads)) if isinstance(policy, HeadPolicies) else Recorder()

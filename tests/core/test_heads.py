@@ -1,0 +1,109 @@
+"""A layer whose KV heads have budgets of their own: each is what the definition makes of that head alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrnn.core import heads, reference
+from msrnn.core.attention import Attention
+from msrnn.core.slots import Slots
+from msrnn.policy import HeadPolicies, Plan, parse_layer_policy, parse_policy, per_layer
+
+KINDS = ("fade", "h2o", "tova-head", "fade,kv=int8", "h2o,gain=value_norm", "window")
+
+
+def tensors(length: int, batch: int, query_heads: int, kv_heads: int, seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, n, length, 4, generator=generator, dtype=torch.float64)
+        for n in (query_heads, kv_heads, kv_heads)
+    )
+
+
+def by_reference(policy: HeadPolicies, tokens: tuple[torch.Tensor, ...], attention: Attention) -> torch.Tensor:
+    """Every KV head of row 0 through the definition, alone."""
+    query, key, value = (tensor[0] for tensor in tokens)
+    share, outputs = len(query) // len(key), []
+    for g, one in enumerate(policy.heads):
+        own, queries = slice(g, g + 1), slice(g * share, (g + 1) * share)
+        sinks = None if attention.sinks is None else attention.sinks[queries]
+        alone = Attention(attention.scale, attention.softcap, attention.window, sinks)
+        state = reference.start(one, share, 1)
+        outputs.append(reference.run(state, query[queries], key[own], value[own], one, alone))
+    return torch.cat(outputs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS),
+    capacities=st.lists(st.integers(4, 12), min_size=3, max_size=3),
+    length=st.integers(1, 40),
+    chunk=st.integers(1, 17),
+    cut=st.integers(0, 40),
+    sinks=st.booleans(),
+    window=st.sampled_from([None, None, 7]),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_the_definition_for_every_head(kind, capacities, length, chunk, cut, sinks, window, seed) -> None:
+    policy = per_layer(kind, [capacities])[0]
+    assert isinstance(policy, HeadPolicies)
+    tokens = tensors(length, 1, 6, 3, seed)
+    attention = Attention(0.5, None, window, torch.linspace(-1, 1, 6, dtype=torch.float64) if sinks else None)
+    slots = heads.empty_slots(policy, *tokens[1:], 6, window)
+    pieces = [part for part in (slice(0, min(cut, length)), slice(min(cut, length), length)) if part.start < part.stop]
+    outputs = [heads.read(slots, *(t[:, :, p] for t in tokens), policy, attention, None, chunk) for p in pieces]
+    expected = by_reference(policy, tokens, attention)
+    tolerance = 1e-9 if policy.heads[0].kv is None else 1e-6
+    torch.testing.assert_close(torch.cat(outputs, 2)[0], expected, atol=tolerance, rtol=tolerance)
+    assert all(int(held) <= size for held, size in zip(slots.held[0], capacities, strict=True))
+
+
+def test_steps_equal_reads() -> None:
+    policy = per_layer("fade", [[5, 9]])[0]
+    tokens, attention = tensors(20, 2, 4, 2, 0), Attention(0.5)
+    read, stepped = (heads.empty_slots(policy, *tokens[1:], 4) for _ in range(2))
+    expected = heads.read(read, *tokens, policy, attention)
+    for step in range(20):
+        output = heads.step(stepped, *(t[:, :, step] for t in tokens), policy, attention)
+        torch.testing.assert_close(output, expected[:, :, step])
+        for part in heads.parts_of(stepped):
+            part.seen += 1
+            part.fed += 1
+    assert torch.equal(stepped.held, read.held)
+
+
+def test_memory_is_that_of_the_heads() -> None:
+    policy = per_layer("fade", [[4, 60]])[0]
+    key = torch.zeros(1, 2, 1, 8)
+    slots = heads.empty_slots(policy, key, key, 4)
+    even = Slots.empty(parse_policy("fade:32"), key, key, 4)
+    assert [part.positions.shape[2] for part in heads.parts_of(slots)] == [5, 61]
+    assert slots.nbytes == even.nbytes + 8  # each head counts its tokens itself
+    assert [part.keys.shape for part in heads.parts_of(slots.fork())] == [(1, 1, 5, 8), (1, 1, 61, 8)]
+
+
+def test_text_and_averages() -> None:
+    plan = per_layer("fade:6,kv=int8", [[4, 8], [2, 10]])
+    assert str(plan) == "fade:avg=6,kv=int8"
+    assert plan.average == 6
+    assert plan.capacities == [[4, 8], [2, 10]]
+    assert [parse_layer_policy(str(policy)) for policy in plan.policies] == list(plan.policies)
+    assert str(plan[0]) == "fade:4,kv=int8|fade:8,kv=int8"
+    assert Plan.of(plan, 2) is plan
+    with pytest.raises(ValueError, match="asks for an average of 7, but the capacities by KV head average 6"):
+        per_layer("fade:7", [[4, 8], [2, 10]])
+
+
+@pytest.mark.parametrize("kind", ["tova", "h2o-layer", "tova-query-head"])
+def test_heads_that_decide_together_have_no_budgets_of_their_own(kind: str) -> None:
+    with pytest.raises(ValueError, match="KV heads of a layer do not decide alone under"):
+        per_layer(kind, [[4, 8]])
+
+
+def test_another_number_of_heads_is_refused() -> None:
+    key = torch.zeros(1, 3, 1, 8)
+    with pytest.raises(ValueError, match="for 2 KV heads in a layer that has 3"):
+        heads.empty_slots(per_layer("fade", [[4, 8]])[0], key, key, 6)
