@@ -5,20 +5,24 @@ import torch
 
 import msrnn
 from msrnn.play.observe import fork, observe
+from msrnn.policy import per_layer
 from tests.support.models import tiny_llama
 from tests.support.oracle import slow_attention
 
 POLICIES = [
     "tova:6", "tova+2:7", "h2o:6", "h2o-layer:6", "tova-head:5", "tova-query-head:5", "window+1:4", "fade:8", "full",
     "key_difference:6", "tova:6,gain=value_norm", "h2o:8,gain=value_norm",
+    per_layer("fade", [[5, 12], [12, 4], [9, 9]]), per_layer("tova-head", [[3, 7], [20, 2], 6]),
+    per_layer("h2o,kv=int8", [[4, 9]] * 3), per_layer("key_difference-head", [[3, 7]] * 3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_evictions_and_scores_are_those_of_the_definition(policy):
     model = tiny_llama()
     ids = torch.randint(0, 64, (1, 29), generator=torch.Generator().manual_seed(1))
     state = msrnn.RNN(model, policy).start()
+    policy = policy if isinstance(policy, str) else [str(one) for one in policy.policies]
     observers = observe(state)
     deaths = [[{} for _ in range(4)] for _ in observers]
     start = 0
@@ -31,6 +35,7 @@ def test_evictions_and_scores_are_those_of_the_definition(policy):
         start += size
     with torch.no_grad(), slow_attention(model, policy) as definition:
         model(ids, use_cache=False)
+    assert sum(map(len, deaths[0])) > 0 or policy == "full"
     for layer, observer in enumerate(observers):
         assert definition[layer].deaths == deaths[layer][: len(definition[layer].deaths)]
         for unit, rows in enumerate(definition[layer].rows):
@@ -70,3 +75,22 @@ def test_a_fork_reports_to_nobody():
     assert torch.equal(observers[0].held.positions, before)
     _, state = rnn.step(torch.arange(3)[None], state)
     assert observers[0].held.positions.max() == 14
+
+
+def test_heads_with_slots_of_their_own_are_units_as_in_the_trace():
+    model = tiny_llama()
+    rnn = msrnn.RNN(model, per_layer("fade", [[5, 40], [30, 6], [9, 9]]))
+    ids = torch.randint(0, 64, (1, 70), generator=torch.Generator().manual_seed(3))
+    state, traced = rnn.start(), rnn.start(trace=True)
+    observers = observe(state)
+    for piece in ids.split((33, 1, 36), 1):
+        (_, state), (_, traced) = (rnn.step(piece, one) for one in (state, traced))
+    for layer, observer in enumerate(observers):
+        held = traced.trace.held(layer, 69)[0]
+        for positions, expected in zip(observer.held.positions, held, strict=True):
+            assert sorted(positions[positions >= 0].tolist()) == expected.nonzero()[:, 0].tolist()
+        left = observer.evictions.positions  # in the last piece
+        for unit, step in (left >= 0).nonzero().tolist():
+            assert traced.trace.deaths[layer][0, unit, left[unit, step]] == 34 + step
+        assert (left >= 0).sum() == (traced.trace.deaths[layer] < 70).sum() - (traced.trace.deaths[layer] < 34).sum()
+    assert [len(o.held.positions[0]) for o in observers] == [len(o.held.scores[1]) for o in observers]

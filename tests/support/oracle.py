@@ -18,15 +18,19 @@ from msrnn.core import reference
 from msrnn.core.attention import Attention
 from msrnn.core.reference import Reference
 from msrnn.hf.geometry import geometry
-from msrnn.policy import parse_policy
+from msrnn.policy import parse_layer_policy, parts
 
 
 @contextmanager
 def slow_attention(
     model: PreTrainedModel, policy: str | Sequence[str], prompt: str = "recurrent", off: str = ""
 ) -> Iterator[dict[int, Reference]]:
-    """The definition in place of the model's attention; `off` leaves one of its features out."""
+    """The definition in place of the model's attention; `off` leaves one of its features out.
+
+    Under `fade:5|fade:9` every KV head runs alone; the heads are then the units of the layer.
+    """
     layers: dict[int, Reference] = {}
+    states: dict[int, list[Reference]] = {}
     windows = {layer.index: layer.window for layer in geometry(model)}
     policies = dict(zip(windows, [policy] * len(windows) if isinstance(policy, str) else policy, strict=True))
 
@@ -34,13 +38,22 @@ def slow_attention(
         assert mask is None
         assert len(query) == 1
         index = module.layer_idx
-        rule = parse_policy(policies[index])
+        rules = parts(parse_layer_policy(policies[index]))
         given = {"softcap": softcap, "window": windows[index], "sinks": s_aux}
-        attention = Attention(scaling or query.shape[-1] ** -0.5, **{n: v for n, v in given.items() if n != off})
-        state = layers.setdefault(index, reference.start(rule, query.shape[1], key.shape[1]))
+        given = {name: value for name, value in given.items() if name != off}
+        sinks = given.pop("sinks", None)
         key, value = (rows[0, :, -query.shape[2] :] for rows in (key, value))  # older ones come from a plain cache
-        out = reference.run(state, query[0], key, value, rule, attention, oneshot=prompt == "oneshot")
-        return out.transpose(0, 1)[None], None
+        tokens = list(zip(*(rows.chunk(len(rules)) for rows in (query[0], key, value)), strict=True))
+        if index not in states:
+            states[index] = [reference.start(r, len(q), len(k)) for r, (q, k, _) in zip(rules, tokens, strict=True)]
+        own, outputs = states[index], []
+        for number, (state, rule) in enumerate(zip(own, rules, strict=True)):
+            alone = None if sinks is None else sinks.chunk(len(rules))[number]
+            attention = Attention(scaling or query.shape[-1] ** -0.5, sinks=alone, **given)
+            outputs.append(reference.run(state, *tokens[number], rule, attention, oneshot=prompt == "oneshot"))
+        units, deaths = ([unit for state in own for unit in getattr(state, name)] for name in ("rows", "deaths"))
+        layers[index] = Reference(units, deaths, own[0].seen)
+        return torch.cat(outputs).transpose(0, 1)[None], None
 
     before = model.config._attn_implementation
     AttentionInterface.register("slow_reference", forward)  # a name without a mask function: masks are None

@@ -2,21 +2,25 @@
 
 The kernels keep no score longer than the policy needs it (TOVA keeps none), so scores are computed here a second time,
 from the queries and keys that the layer's attention sees: one more matmul per layer and piece. Row 0 of a batch only.
+Where KV heads have slots of their own, each is observed alone, and they are the units of the layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import kernels
 from ..core.attention import Attention
+from ..core.heads import HeadRecorder, Part, layer_parts, parts_of
 from ..core.rules import memory_size, score_by_rule
-from ..core.slots import NEVER, Columns, gain_of, unit_count
+from ..core.slots import NEVER, Columns, Slots, gain_of, unit_count
 from ..core.trace import Recorder
-from ..policy import Policy
+from ..policy import HeadPolicies, Policy, parts
 from ..rnn import RNNState
 
 
@@ -44,81 +48,68 @@ class Expiries(Recorder):
     def __call__(self, positions: Tensor, expiry: Tensor) -> None:
         self.chunks.append((positions[0].clone(), expiry[0].clone()))
 
+    def of(self, positions: Tensor, length: int) -> Tensor:
+        """[U, N]: the last step at which each of these columns is visible, as the recurrence reported it."""
+        table = torch.full((positions.shape[0], length + 1), NEVER, dtype=torch.int64, device=positions.device)
+        for reported, expiry in self.chunks:
+            unit, column = ((reported >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
+            table[unit, reported[unit, column]] = expiry[unit, column].to(torch.int64)
+        return table.gather(1, positions.clamp(min=0))
+
 
 class LayerObserver:
     """Stands between a cache layer and its attention; `evictions` and `held` describe the last piece read."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.policy: Policy = layer.policy
         self.evictions: Evictions | None = None
         self.held: Held | None = None
         self.attention: Tensor | None = None  # [T], squared weights by position so far; collected where it is a tensor
-        self._expiries = Expiries()
+        self._expiries = tuple(Expiries() for _ in parts(layer.policy))
         self._attend = layer.attend
-        layer.attend, layer.recorder = self.attend, self._expiries
+        by_head = isinstance(layer.policy, HeadPolicies)
+        layer.attend, layer.recorder = self.attend, HeadRecorder(self._expiries) if by_head else self._expiries[0]
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         """The layer's own `attend`; the columns are copied before it, as the layer overwrites them."""
-        columns = self._columns(query)
-        self._expiries.chunks.clear()
+        key, value = self.layer.pending
+        own = layer_parts(self.layer.policy, query.shape[1])
+        queries = [query[:1, part.queries] for part in own]
+        slots = [None] * len(own) if self.layer.slots is None else parts_of(self.layer.slots)
+        columns = [
+            _columns(part.policy, one, rows, key[:1, part.own], value[:1, part.own])
+            for part, one, rows in zip(own, slots, queries, strict=True)
+        ]
+        for expiries in self._expiries:
+            expiries.chunks.clear()
         output: Tensor = self._attend(query, attention, real)
-        self._record(query[:1].float(), columns, attention)
+        self._record(own, [rows[0].float() for rows in queries], columns, attention)
         return output
 
-    def _columns(self, query: Tensor) -> Columns:
-        """The slots and the new tokens, in float32; scores as after the last step, 0 for new tokens."""
-        key, value = (tensor[:1].float() for tensor in self.layer.pending)
-        units = unit_count(self.policy, query.shape[1], key.shape[1])
-        share = max(units, key.shape[1]) // key.shape[1]  # every query head that decides alone has keys of its own
-        key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
-        if self.policy.kv is not None:
-            *_, key, value = kernels.encode(key, value, self.policy.kv)
-        slots = self.layer.slots
-        start = 0 if slots is None else int(slots.seen[0])
-        positions = torch.arange(start, start + key.shape[2], device=key.device).expand(1, units, -1)
-        scores = torch.zeros_like(positions, dtype=torch.float32)
-        memory = scores.new_zeros(*scores.shape, memory_size(self.policy))
-        if slots is None:
-            return Columns(key, value, positions, scores, memory=memory)
-        used = slots.fed if slots.limit is None else slots.positions.shape[2]
-        old = slots.positions[:1, :, :used]
-        before = torch.zeros_like(old, dtype=torch.float32) if slots.scores is None else slots.scores[:1, :, :used]
-        keys, values = (rows[:1].float() for rows in slots.decoded(query.dtype, used))
-        return Columns(
-            torch.cat([keys, key], 2),
-            torch.cat([values, value], 2),
-            torch.cat([old, positions], 2),
-            torch.cat([before.float(), scores], 2),
-            memory=memory if slots.memory is None else torch.cat([slots.memory[:1, :, :used].float(), memory], 2),
-        )
+    def _record(
+        self, own: Sequence[Part], queries: Sequence[Tensor], columns: Sequence[Columns], attention: Attention
+    ) -> None:
+        """Observe every part; the units of all of them are those of the layer."""
+        evictions, held = [], []
+        for part, query, seen, expiries in zip(own, queries, columns, self._expiries, strict=True):
+            positions, count = seen.positions[0], query.shape[1]
+            steps = torch.arange(count, device=query.device) + (positions.max() + 1 - count)
+            now, expiry = steps[:, None], expiries.of(positions, int(steps[-1]) + 1)
+            visible = (positions >= 0)[:, None] & (positions[:, None] <= now) & (expiry[:, None] >= now)  # [U, C, N]
+            weights = _weights(query, seen.keys[0], visible, part.attention(attention))
+            if self.attention is not None:
+                self._collect(weights, positions, sum(map(len, queries)))
+            scores = _scores(part.policy, weights, seen, visible, steps)
+            evictions.append(_left(positions, expiry, steps, scores))
+            stays = (expiry > steps[-1]) & (positions >= 0)
+            held.append(Held(torch.where(stays, positions, -1), torch.where(stays, scores[:, -1], 0.0)))
+        self.evictions = Evictions(*(torch.cat(rows) for rows in zip(*evictions, strict=True)))
+        self.held = _join(held)
 
-    def _record(self, query: Tensor, columns: Columns, attention: Attention) -> None:
-        count, positions = query.shape[2], columns.positions[0]
-        steps = torch.arange(count, device=query.device) + (positions.max() + 1 - count)
-        expiry = self._expiry(positions, int(steps[-1]) + 1)
-        now = steps[:, None]
-        visible = (positions >= 0)[:, None] & (positions[:, None] <= now) & (expiry[:, None] >= now)  # [U, C, N]
-        weights = _weights(query[0], columns.keys[0], visible, attention)
-        if self.attention is not None:
-            self._collect(weights, positions)
-        scores = _scores(self.policy, weights, columns, visible, steps)
-        self.evictions = _left(positions, expiry, steps, scores)
-        stays = (expiry > steps[-1]) & (positions >= 0)
-        self.held = Held(torch.where(stays, positions, -1), torch.where(stays, scores[:, -1], 0.0))
-
-    def _expiry(self, positions: Tensor, length: int) -> Tensor:
-        """[U, N]: the last step at which each column is visible, as the recurrence reported it."""
-        table = torch.full((positions.shape[0], length + 1), NEVER, dtype=torch.int64, device=positions.device)
-        for reported, expiry in self._expiries.chunks:
-            unit, column = ((reported >= 0) & (expiry != NEVER)).nonzero(as_tuple=True)
-            table[unit, reported[unit, column]] = expiry[unit, column].to(torch.int64)
-        return table.gather(1, positions.clamp(min=0))
-
-    def _collect(self, weights: Tensor, positions: Tensor) -> None:
+    def _collect(self, weights: Tensor, positions: Tensor, heads: int) -> None:
         """weights [H, C, N]: add their squares: heads that look at one place count more than those that look around."""
         assert self.attention is not None
-        by_unit = weights.square().sum(1).view(positions.shape[0], -1, weights.shape[2]).sum(1) / weights.shape[0]
+        by_unit = weights.square().sum(1).view(positions.shape[0], -1, weights.shape[2]).sum(1) / heads
         inside = (positions >= 0) & (positions < len(self.attention))
         self.attention.index_add_(0, positions[inside], by_unit[inside])
 
@@ -135,6 +126,33 @@ def fork(state: RNNState) -> RNNState:
         layer.__dict__.pop("attend", None)
         layer.recorder = None
     return twin
+
+
+def _columns(policy: Policy, slots: Slots | None, query: Tensor, key: Tensor, value: Tensor) -> Columns:
+    """The slots and the new tokens, in float32; scores as after the last step, 0 for new tokens."""
+    key, value = key.float(), value.float()
+    units = unit_count(policy, query.shape[1], key.shape[1])
+    share = max(units, key.shape[1]) // key.shape[1]  # every query head that decides alone has keys of its own
+    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    if policy.kv is not None:
+        *_, key, value = kernels.encode(key, value, policy.kv)
+    start = 0 if slots is None else int(slots.seen[0])
+    positions = torch.arange(start, start + key.shape[2], device=key.device).expand(1, units, -1)
+    scores = torch.zeros_like(positions, dtype=torch.float32)
+    memory = scores.new_zeros(*scores.shape, memory_size(policy))
+    if slots is None:
+        return Columns(key, value, positions, scores, memory=memory)
+    used = slots.fed if slots.limit is None else slots.positions.shape[2]
+    old = slots.positions[:1, :, :used]
+    before = torch.zeros_like(old, dtype=torch.float32) if slots.scores is None else slots.scores[:1, :, :used]
+    keys, values = (rows[:1].float() for rows in slots.decoded(query.dtype, used))
+    return Columns(
+        torch.cat([keys, key], 2),
+        torch.cat([values, value], 2),
+        torch.cat([old, positions], 2),
+        torch.cat([before.float(), scores], 2),
+        memory=memory if slots.memory is None else torch.cat([slots.memory[:1, :, :used].float(), memory], 2),
+    )
 
 
 def _weights(query: Tensor, keys: Tensor, visible: Tensor, attention: Attention) -> Tensor:
@@ -190,3 +208,11 @@ def _left(positions: Tensor, expiry: Tensor, steps: Tensor, scores: Tensor) -> E
     who[unit, step] = positions[unit, column]
     score[unit, step] = scores[unit, step, column]
     return Evictions(who, score)
+
+
+def _join(held: Sequence[Held]) -> Held:
+    """The units of all parts; those with fewer slots end in empty ones."""
+    width = max(one.positions.shape[1] for one in held)
+    positions = [pad(one.positions, (0, width - one.positions.shape[1]), value=-1) for one in held]
+    scores = [pad(one.scores, (0, width - one.scores.shape[1])) for one in held]
+    return Held(torch.cat(positions), torch.cat(scores))
