@@ -91,7 +91,8 @@ def playground() -> Iterator[Callable[..., Client]]:
     servers: list[tuple[Server, threading.Thread]] = []
 
     def begin(limits: Limits | None = None, load: Any = tiny, **options: Any) -> Client:
-        server = make_server(load, limits=limits, policy="tova:16", profiles=("SmolLM2-135M-Instruct",), **options)
+        settings: dict[str, Any] = {"policy": "tova:16", "profiles": ("SmolLM2-135M-Instruct",)}
+        server = make_server(load, limits=limits, **settings | options)
         thread = threading.Thread(target=serve, args=(server,), daemon=True)
         thread.start()
         servers.append((server, thread))
@@ -102,6 +103,14 @@ def playground() -> Iterator[Callable[..., Client]]:
         server.shutdown()
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def profile_by_head(tmp_path: Path) -> str:
+    """A profile for the tiny model: two layers, whose two KV heads have capacities of their own."""
+    file = tmp_path / "heads.json"
+    file.write_text('{"capacities": [[5, 27], [20, 12]], "average": 16}')
+    return str(file)
 
 
 @pytest.fixture

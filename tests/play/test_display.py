@@ -9,6 +9,7 @@ import torch
 
 import msrnn
 from msrnn.play.display import NOT_HELD, cache_html, map_png, trace_html
+from msrnn.policy import per_layer
 from tests.support.models import tiny_llama
 
 
@@ -30,6 +31,16 @@ def test_trace_and_cache_show_which_tokens_every_layer_holds():
         assert ((pixels(page) != NOT_HELD).any(-1) == held).all()
         assert "40 tokens read" in page
         assert "6 on average" in page
+
+
+def test_heads_with_slots_of_their_own():
+    rnn = msrnn.RNN(tiny_llama(), per_layer("fade", [[3, 20], [30, 6], [9, 9]]))
+    _, state = rnn.step(torch.arange(60)[None], rnn.start(trace=True))
+    held = torch.stack([state.trace.held(layer, 59)[0].any(0) for layer in range(3)]).numpy()
+    for page in (trace_html(state.trace), cache_html(state.cache)):
+        assert ((pixels(page) != NOT_HELD).any(-1) == held).all()
+        assert "fade:avg=12.8333" in page
+        assert "a layer holds 13 on average" in page
 
 
 def test_a_long_map_keeps_single_tokens_visible():

@@ -10,6 +10,7 @@ import msrnn
 from msrnn.cli import main
 from msrnn.play.export import from_trace, page_html
 from msrnn.play.reading import record
+from msrnn.policy import per_layer
 from tests.support import tiny_eval
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> <!-- & ]]> \u2028 end"
@@ -39,9 +40,10 @@ def test_text_cannot_leave_the_data(evil_page):
     assert "".join(tokens) == EVIL
 
 
-def test_a_trace_without_scores_becomes_a_page_too():
+@pytest.mark.parametrize("policy", ["tova:8", per_layer("fade", [[2, 8], [5, 4]])], ids=str)
+def test_a_trace_without_scores_becomes_a_page_too(policy):
     model, tokenizer = tiny_eval.model(), tiny_eval.tokenizer()
-    rnn = msrnn.RNN(model, "tova:8", prompt="oneshot")
+    rnn = msrnn.RNN(model, policy, prompt="oneshot")
     ids = torch.tensor([tokenizer("a text that is read at once").input_ids])
     _, state = rnn.step(ids, rnn.start(trace=True))
     trace = state.trace

@@ -169,6 +169,24 @@ def test_two_policies_side_by_side_slots_and_a_question(page, client):
     assert violations(page) == []
 
 
+def test_kv_heads_with_slots_of_their_own(page, playground, profile_by_head):
+    client = playground(profiles=(profile_by_head,), policy=f"fade:16,profile={profile_by_head}")
+    begin(page, client)
+    all_shown(page)
+    page.locator("#slots").scroll_into_view_if_needed()
+    for layer, sizes in enumerate([[5, 27], [20, 12]]):
+        page.fill("#slots-layer", str(layer))
+        for head, size in enumerate(sizes):
+            page.select_option("#slots-unit", str(head))
+            expect(page.locator("#slots-about")).to_contain_text(f"{size} of {size} slots in use")
+            expect(page.locator("#slots .chip")).to_have_count(size)
+    run = next(iter(client.server.scheduler.runs.values()))
+    units = [set(unit["positions"]) for layer in range(2) for unit in run.reading.lanes[0].slots(layer)["units"]]
+    for token in range(run.reading.seen - 40, run.reading.seen):
+        holding = sum(token in unit for unit in units)
+        assert f"lv{holding * 2}" in page.locator(f'.line [data-token="{token}"]').first.get_attribute("class").split()
+
+
 def test_a_chat(page, client, monkeypatch):
     monkeypatch.setattr(runs, "REPLY", 10)
     page.goto(client.url)

@@ -12,9 +12,11 @@ from msrnn.hf.geometry import geometry
 from msrnn.play.ask import by_words
 from msrnn.play.reading import NOBODY, Reading, pack_scores, record
 from msrnn.play.tokens import TokenText
+from msrnn.policy import per_layer
 from tests.support import tiny_eval
 
 TEXT = tiny_eval.prose(60, 4)
+BY_HEAD = per_layer("fade", [[5, 40], [30, 6]])
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,11 @@ def tokenizer():
     return tiny_eval.tokenizer()
 
 
-@pytest.mark.parametrize("policy", ["tova:20", "h2o:20", "window+4:20", "tova-query-head:12"])
+@pytest.mark.parametrize("policy", ["tova:20", "h2o:20", "window+4:20", "tova-query-head:12", BY_HEAD], ids=str)
 def test_a_recording_has_the_deaths_of_the_trace(model, tokenizer, policy):
     ids = tokenizer(TEXT).input_ids
     rnn = msrnn.RNN(model, policy)
-    _, trace = record(rnn, tokenizer, ids, policy)
+    _, trace = record(rnn, tokenizer, ids, str(policy))
     _, state = rnn.read(torch.tensor(ids), rnn.start(trace=True))
     for layer, deaths in enumerate(state.trace.deaths):
         assert torch.equal(trace.deaths[layer], deaths)
@@ -48,6 +50,16 @@ def test_a_recording_has_the_perplexity_and_the_bytes(model, tokenizer):
     slot = sum(layer.slot_bytes(model.dtype) for layer in geometry(model))
     assert recording["pieces"][-1]["full_bytes"] == len(ids) * slot
     assert "".join(token for piece in recording["pieces"] for token in piece["tokens"]) == TEXT
+
+
+def test_a_recording_has_the_capacities_and_slots_of_every_kv_head(model, tokenizer):
+    recording, _ = record(msrnn.RNN(model, BY_HEAD), tokenizer, tokenizer(TEXT).input_ids, str(BY_HEAD))
+    lane = recording["meta"]["lanes"][0]
+    assert lane["policy"] == "fade:avg=20.25"
+    assert lane["capacities"] == [[5, 40], [30, 6]]
+    assert lane["units"] == [2, 2]
+    slots = [[len(unit["positions"]) for unit in layer["units"]] for layer in recording["slots"][0]]
+    assert slots == [[5, 40], [30, 6]]
 
 
 def test_full_attention_stops_where_it_was_told_to(model):

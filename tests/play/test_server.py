@@ -129,6 +129,19 @@ def test_a_run_reads_all_tokens_and_a_latecomer_gets_the_same_messages(client):
     assert client(f"/api/runs/{id}/slots?lane=x&layer=0")[0] == 400
 
 
+def test_a_profile_by_kv_head(playground, profile_by_head):
+    client = playground(profiles=(profile_by_head,))
+    id = client.start(text="the river " * 12, policies=[f"fade:16,profile={profile_by_head}"])
+    meta = client.events(id, finished)[0][1]
+    assert meta["lanes"][0]["capacities"] == [[5, 27], [20, 12]]
+    for layer, sizes in enumerate(meta["lanes"][0]["capacities"]):
+        units = client(f"/api/runs/{id}/slots?lane=0&layer={layer}")[1]["units"]
+        assert [len(unit["positions"]) for unit in units] == sizes
+    status, answer = client("/api/runs", {"text": "the river", "policies": [f"tova:16,profile={profile_by_head}"]})
+    assert status == 422
+    assert "use e.g. fade, h2o or tova-head" in answer["error"]
+
+
 def test_pause_step_and_play(client):
     id = client.start(text="x" * 400, speed=20)
     client.events(id, lambda event, data: event == "piece" and data["start"] > 10)

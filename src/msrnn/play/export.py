@@ -70,7 +70,7 @@ def from_trace(trace: Trace, tokenizer: Any) -> Message:
     texts = [decode(token) for token in trace.tokens[0].tolist()]
     units = [layer.shape[1] for layer in trace.deaths]
     deaths = torch.cat([layer[0] for layer in trace.deaths]).to(torch.int32).numpy()
-    lane = {"policy": trace.policy, "units": units, "capacities": [], "by_age": False, "momentum": 0}
+    lane = {"policy": trace.policy, "units": units, "capacities": [], "by_age": False}
     name = trace.model.rstrip("/").split("/")[-1]
     meta = {"model": name, "layers": list(range(len(units))), "lanes": [lane], "total": len(texts), "kind": "text"}
     piece = {"start": 0, "tokens": texts, "kind": 0, "lanes": [{"deaths": encode(deaths)}]}

@@ -142,14 +142,13 @@ class Reading:
 
 
 def describe_plan(plan: Plan, model: PreTrainedModel, text: str) -> Message:
-    """A policy as the page shows it: its text, its capacity and number of units by layer, what a query head is."""
+    """A policy as the page shows it: its text, its capacities by layer or KV head, the units of each layer."""
     layers = geometry(model)
     return {
         "policy": text,
         "capacities": plan.capacities,
         "units": [units_of(p, layer.heads, layer.kv_heads) for p, layer in zip(plan.policies, layers, strict=True)],
         "by_age": all(policy.blind for policy in plan.parts),
-        "momentum": max(policy.momentum for policy in plan.parts),
     }
 
 

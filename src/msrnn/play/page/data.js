@@ -117,6 +117,12 @@ class Lane {
     return this.bytes[low][1];
   }
 
+  // How many tokens a unit may hold: KV heads of one layer may differ. Nothing where it is not known.
+  capacity(layer, unit) {
+    const sizes = this.capacities[layer];
+    return Array.isArray(sizes) ? sizes[unit] : sizes;
+  }
+
   // What became of a token, layer by layer: how many units hold it, when the last one dropped it, its score then.
   history(token, tokens) {
     const out = [];

@@ -153,7 +153,7 @@ class SlotsPanel {
     const known = tokens.filter((token) => scores.has(token));
     const lowest = this.lane.byAge || !known.length ? null : known.reduce((a, b) => (scores.get(b) < scores.get(a) ? b : a));
     if (this.orderSelect.value === "score") tokens.sort((a, b) => (scores.get(a) ?? Infinity) - (scores.get(b) ?? Infinity) || a - b);
-    const capacity = this.lane.capacities[this.layer];
+    const capacity = this.lane.capacity(this.layer, this.unit);
     const count = capacity ? `${countOf(tokens.length)} of ${countOf(capacity)} slots in use` : `${countOf(tokens.length)} tokens held`;
     const rule = this.lane.byAge ? "this policy drops by age, whatever the score" : "the lowest score leaves next";
     this.about.textContent = fresh ? `${count} after token ${countOf(this.fetched.seen - 1)}; bar: score, ${rule}.` : `${count}. Scores are shown at the newest token.`;
