@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from msrnn.budgets.profile import check_policy_kind, dump, open_profile, plan_for, profile_path, read_profile
-from msrnn.policy import h2o, tova
+from msrnn.policy import HeadPolicies, fade, h2o, tova
 
+HEAD_CURVES = [[[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]], [[[4, 0.3], [16, 0.0]], [[4, 0.0], [16, 0.0]]]]
 CURVES = [[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]]
 
 
@@ -41,10 +42,37 @@ def test_a_policy_with_a_profile_is_a_plan(profile: Path) -> None:
         plan_for(f"tova,profile={profile}", 3)
 
 
+def test_capacities_by_kv_head(tmp_path: Path) -> None:
+    by_head = write(tmp_path, capacities=[[12, 4], [8, 8]], average=8, allocations={"6": [[8, 6], [6, 4]]},
+                    curves=HEAD_CURVES, by="head")  # fmt: skip
+    assert read_profile(by_head) == read_profile(by_head, 8) == [[12, 4], [8, 8]]
+    assert read_profile(by_head, 6) == [[8, 6], [6, 4]]
+    between: Any = read_profile(by_head, 10)  # from the curves, over all heads
+    assert [len(heads) for heads in between] == [2, 2]
+    assert sum(size for heads in between for size in heads) == 40
+    assert between[1][1] == 4  # it loses nothing
+    plan = plan_for(f"fade:8,profile={by_head}", 2)
+    assert plan.policies == (HeadPolicies((fade(12), fade(4))), HeadPolicies((fade(8), fade(8))))
+    with pytest.raises(ValueError, match=r"do not decide alone under tova:12, .* use e.g. fade, h2o or tova-head"):
+        plan_for(f"tova:8,profile={by_head}", 2)
+
+
 @pytest.mark.parametrize(
     "content, reason",
     [
         ({}, 'needs "capacities"'),
+        ({"capacities": [[4, 8], 4]}, 'needs "capacities".* or for every layer a list of one per KV head'),
+        ({"capacities": [[4, 8], []]}, 'needs "capacities"'),
+        ({"capacities": [[4, 8], [4, 0]]}, 'needs "capacities"'),
+        ({"capacities": [[4, 8], [4, [8]]]}, 'needs "capacities"'),
+        ({"capacities": [[4, 8]], "allocations": {"8": [[4, 1.5]]}}, '"allocations" must give a list'),
+        ({"capacities": [[4, 8]], "allocations": {"8": [[4]]}}, "must have the same layers and KV heads"),
+        ({"capacities": [[4, 8]], "allocations": {"8": [4]}}, "must have the same layers and KV heads"),
+        ({"capacities": [4, 8], "allocations": {"8": [4]}}, "must have the same layers as"),
+        ({"capacities": [4, 8], "curves": HEAD_CURVES}, '"curves" must have pairs .* for the same layers as'),
+        ({"capacities": [[4, 8], [4, 8]], "curves": CURVES}, '"curves" .* for the same layers and KV heads'),
+        ({"capacities": [[4, 8], [4]], "curves": HEAD_CURVES}, '"curves" .* for the same layers and KV heads'),
+        ({"capacities": [4], "curves": [[[4, "x"]]]}, '"curves" must have pairs'),
         ({"capacities": []}, 'needs "capacities"'),
         ({"capacities": [4, 0]}, 'needs "capacities"'),
         ({"capacities": [4, True]}, 'needs "capacities"'),

@@ -69,6 +69,31 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+def test_calibrate_by_head_then_generate(
+    model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "heads.json")
+    sizes = ["--by", "head", "--policy", "fade", "--length", "64", "--chunks", "2", "--grid", "4,8,16,32"]
+    command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "fade for tiny, measured on 2 x 64 tokens" in output
+    assert "same for all heads" in output
+    profile = json.loads(Path(out).read_text())
+    assert (profile["by"], [len(heads) for heads in profile["capacities"]]) == ("head", [2, 2, 2])
+    assert sum(map(sum, profile["capacities"])) == 6 * 12
+    assert "/".join(map(str, profile["capacities"][0])) in output
+    measured = Path(f"{out}.measured.jsonl").read_text()
+    assert main([*command, "--json"]) == 0  # everything is known: nothing is estimated again
+    assert json.loads(capsys.readouterr().out) == profile
+    assert Path(f"{out}.measured.jsonl").read_text() == measured
+
+    use = ["generate", "Once upon", "--model", model, "--policy", "fade:16", "--profile", out, "--max-new-tokens", "3"]
+    assert main([*use, "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out)["capacities"] == profile["allocations"]["16"]
+
+
+@pytest.mark.slow
 def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["advise", model, "--text", book, "--within", "5%", "--length", "128", "--memory", "1GiB", "-q"]
     assert main([*command, "--policy", "tova", "--policy", "window+4", "--json"]) == 0
@@ -103,6 +128,19 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "full"], "'full' keeps everything"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "tova:8"], "names a size"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "best"], "best takes a profile rather than"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--by", "head"], "use e.g. fade, h2o or tova-head"),
+        (
+            ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "h2o-layer"],
+            "decide together under h2o-layer",
+        ),
+        (
+            ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "fade", "--for", "recall"],
+            "--for recall works --by layer only",
+        ),
+        (
+            ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "fade", "--rounds", "1"],
+            "there are no joint moves --by head; leave out --rounds",
+        ),
         (["calibrate", "--average", "8", "-o", "p.json", "--grid", "8,x"], "'8,x' is not a list of whole numbers"),
         (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"], "outside the grid"),
         (

@@ -23,12 +23,12 @@ from ..eval.measurements import Measurements
 from ..eval.perplexity import largest_piece, token_nll
 from ..hf.geometry import geometry
 from ..hf.identity import profile_identity
-from ..policy import Plan, full, per_layer
+from ..policy import LayerPolicy, Plan, full, per_layer
 from .allocate import Curve, allocate, expected_loss
 from .profile import KIND
 from .recall import Goal, second_half
 
-Capacities = tuple[int | None, ...]
+Capacities = tuple[int | None, ...] | tuple[tuple[int, ...], ...]  # by layer (None: full), or by layer and KV head
 OnMeasured = Callable[[str, float], object]  # called with a description and the loss, also for a loss from the file
 _LEAST = 16  # tokens of a chunk
 
@@ -139,8 +139,10 @@ class Meter:
 
     def plan(self, capacities: Capacities) -> Plan:
         """One policy per layer; where all are full too, so that the same code runs and only evictions differ."""
-        kinds = {size: per_layer(self.settings.policy, [size])[0] for size in set(capacities) if size is not None}
-        return Plan(tuple(full() if size is None else kinds[size] for size in capacities))
+        return Plan(tuple(full() if size is None else self._layer(size) for size in capacities))
+
+    def _layer(self, size: int | tuple[int, ...]) -> LayerPolicy:
+        return per_layer(self.settings.policy, [size])[0]
 
 
 def layer_curves(meter: Meter) -> list[dict[int, float]]:
@@ -203,13 +205,22 @@ def calibrate(meter: Meter, averages: Sequence[int], text: dict[str, Any], versi
     curves = layer_curves(meter)
     full_loss = meter.loss((None,) * len(curves), "full")
     results = [_allocation(meter, curves, average, full_loss) for average in averages]
-    conditions = meter.conditions()
+    pairs = [curve_pairs(curve) for curve in curves]
+    return profile(meter, text, version, full_loss=full_loss, results=results, curves=pairs)
+
+
+def profile(
+    meter: Meter, text: dict[str, Any], version: str, *, full_loss: float, results: list[dict[str, Any]], curves: Any
+) -> dict[str, Any]:
+    """What a profile file holds; `results` has the capacities and the losses of each average."""
+    conditions, capacities = meter.conditions(), {row["average"]: row.pop("capacities") for row in results}
+    (average, first), *others = capacities.items()
     return {
         "kind": KIND,
         "msrnn": version,
-        "average": averages[0],
-        "capacities": results[0].pop("capacities"),
-        "allocations": {str(a): r.pop("capacities") for a, r in zip(averages[1:], results[1:], strict=True)},
+        "average": average,
+        "capacities": first,
+        "allocations": {str(average): sizes for average, sizes in others},
         "policy": meter.settings.policy,
         "for": meter.goal,
         "model": conditions["model"] | {"weights": conditions["weights"]},
@@ -218,8 +229,13 @@ def calibrate(meter: Meter, averages: Sequence[int], text: dict[str, Any], versi
         "full_loss": round(full_loss, 6),
         "losses": results,
         "grid": list(meter.settings.grid),
-        "curves": [[[size, round(loss, 6)] for size, loss in sorted(curve.items())] for curve in curves],
+        "curves": curves,
     }
+
+
+def curve_pairs(curve: Curve) -> list[list[float]]:
+    """A curve as profiles have it."""
+    return [[size, round(loss, 6)] for size, loss in sorted(curve.items())]
 
 
 def _allocation(meter: Meter, curves: Sequence[Curve], average: int, full_loss: float) -> dict[str, Any]:

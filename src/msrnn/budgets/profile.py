@@ -1,12 +1,14 @@
-"""Profiles: one capacity per layer, measured on a model, in a JSON file with what they were made from.
+"""Profiles: one capacity per layer or per KV head, measured on a model, in a JSON file with what they were made from.
 
-A profile names the model it was made for, and another model is refused (`hf/identity.py`).
+By KV head, a list of capacities stands for each layer. A profile names the model it was made for, and another model is
+refused (`hf/identity.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..policy import Plan, PolicyLike, SlotBytes, check_kind, per_layer, split_p
 from .allocate import allocate
 
 KIND = "msrnn profile 1"
+Capacities = list[int] | list[list[int]]  # by layer, or by layer and KV head
 _LARGEST, _MOST_LAYERS, _LARGEST_FILE = 2**31, 10_000, 1 << 24
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
@@ -37,6 +40,18 @@ def check_policy_kind(text: str) -> None:
         read_profile(name)
 
 
+def check_by_head(kind: str) -> None:
+    """Refuse a kind of policy whose KV heads have no budgets of their own."""
+    check_policy_kind(kind)
+    try:
+        per_layer(kind, [[1 << 20]])
+    except ValueError:
+        raise ValueError(
+            f"the KV heads of a layer decide together under {kind}, so they have no budgets of their own; "
+            "use e.g. fade, h2o or tova-head"
+        ) from None
+
+
 def shipped_profiles() -> list[str]:
     """The names of the profiles that come with the package."""
     return sorted(file.stem for file in _SHIPPED.glob("*.json"))
@@ -49,35 +64,44 @@ def profile_path(name: str | Path) -> Path:
 
 
 def open_profile(path: str | Path) -> dict[str, Any]:
-    """A profile file: JSON with a list of whole numbers under `capacities`, or one for each average it was made for."""
+    """A profile file: JSON with one whole number per layer, or a list of one per KV head, under `capacities`."""
+    profile = _read_json(path)
+    shape = _shape(profile.get("capacities")) if isinstance(profile, dict) else None
+    if not isinstance(profile, dict) or shape is None:
+        raise ValueError(
+            f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer, '
+            "or for every layer a list of one per KV head"
+        )
+    others, what = profile.get("allocations", {}), "layers" if isinstance(shape, int) else "layers and KV heads"
+    if not isinstance(others, dict) or any(_shape(other) is None for other in others.values()):
+        raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
+    if any(_shape(other) != shape for other in others.values()):
+        raise ValueError(f'profile {path}: "allocations" must have the same {what} as "capacities"')
+    if "curves" in profile and not _are_curves(profile["curves"], shape):
+        pairs = "pairs of a size and a loss"
+        raise ValueError(f'profile {path}: "curves" must have {pairs} for the same {what} as "capacities"')
+    if not _is_model(profile.get("model")):
+        raise ValueError(f'profile {path}: "model" must be a table with numbers under "weights"')
+    return profile
+
+
+def _read_json(path: str | Path) -> object:
     file = profile_path(path)
     try:
         if file.stat().st_size > _LARGEST_FILE:
             raise ValueError(f"it has {file.stat().st_size:,} bytes, and a profile has a few thousand")
-        profile = json.loads(file.read_text())
+        content: object = json.loads(file.read_text())
     except OSError as error:
         shipped = ", ".join(shipped_profiles())
         other = f"; msrnn comes with: {shipped}" if shipped else ""
         raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"profile {path} is not JSON: {error}") from error
-    if not isinstance(profile, dict) or not _is_capacities(profile.get("capacities")):
-        raise ValueError(f'profile {path} needs "capacities": a list of one whole number of at least 1 per layer')
-    others = profile.get("allocations", {})
-    if not isinstance(others, dict) or not all(map(_is_capacities, others.values())):
-        raise ValueError(f'profile {path}: "allocations" must give a list like "capacities" for each average')
-    layers = len(profile["capacities"])
-    if any(len(other) != layers for other in others.values()):
-        raise ValueError(f'profile {path}: "allocations" must have {layers} layers each, as "capacities" has')
-    if "curves" in profile and not _are_curves(profile["curves"], layers):
-        raise ValueError(f'profile {path}: "curves" must have, for each of {layers} layers, pairs of a size and a loss')
-    if not _is_model(profile.get("model")):
-        raise ValueError(f'profile {path}: "model" must be a table with numbers under "weights"')
-    return profile
+    return content
 
 
-def read_profile(path: str | Path, average: int | None = None) -> list[int]:
-    """The capacities by layer of a profile file.
+def read_profile(path: str | Path, average: int | None = None) -> Capacities:
+    """The capacities of a profile file, by layer or by KV head.
 
     Where another average is asked for than it was made for, from its curves, if it has any.
     """
@@ -88,28 +112,50 @@ def read_profile(path: str | Path, average: int | None = None) -> list[int]:
     if str(average) in others or "curves" not in profile:
         return list(others.get(str(average), capacities))
     try:
-        curves = [dict(curve) for _, curve in zip(capacities, profile["curves"], strict=True)]
-        return allocate(curves, average * len(capacities))
+        return allocate_average(profile["curves"], average)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ValueError(f"profile {path} has no capacities for an average of {average}: {error}") from error
 
 
-def _is_capacities(given: object) -> bool:
-    """One whole number per layer, of a size that a machine may have."""
-    return isinstance(given, list) and 0 < len(given) <= _MOST_LAYERS and all(map(_is_capacity, given))
+def allocate_average(curves: Sequence[Any], average: int) -> Capacities:
+    """Capacities of this average along curves as a profile has them: [size, loss] pairs by layer, or by KV head."""
+    if not _is_pair(curves[0][0]):
+        heads = [len(layer) for layer in curves]
+        sizes = allocate([dict(curve) for layer in curves for curve in layer], average * sum(heads))
+        return [sizes[end - count : end] for count, end in zip(heads, accumulate(heads), strict=True)]
+    return allocate([dict(curve) for curve in curves], average * len(curves))
+
+
+def _shape(capacities: object) -> int | tuple[int, ...] | None:
+    """The number of layers, or that of KV heads in every layer; None: these are no capacities."""
+    if not isinstance(capacities, list) or not 0 < len(capacities) <= _MOST_LAYERS:
+        return None
+    if all(map(_is_capacity, capacities)):
+        return len(capacities)
+    if all(isinstance(heads, list) and heads and all(map(_is_capacity, heads)) for heads in capacities):
+        return tuple(map(len, capacities))
+    return None
 
 
 def _is_capacity(given: object) -> bool:
     return _is_whole(given) and 0 < given < _LARGEST  # type: ignore[operator]
 
 
-def _are_curves(given: object, layers: int) -> bool:
-    """For each layer pairs of a capacity and a finite loss."""
-    if not isinstance(given, list) or len(given) != layers:
+def _are_curves(given: object, shape: int | tuple[int, ...]) -> bool:
+    """Pairs of a capacity and a finite loss for every layer, or for every KV head of every layer."""
+    if isinstance(shape, int):
+        return isinstance(given, list) and len(given) == shape and all(map(_is_curve, given))
+    if not isinstance(given, list) or len(given) != len(shape):
         return False
-    points = [point for curve in given if isinstance(curve, list) for point in curve]
-    pairs = all(isinstance(point, list) and len(point) == 2 for point in points)
-    return pairs and all(map(bool, given)) and all(_is_capacity(size) and _is_finite(loss) for size, loss in points)
+    return all(_are_curves(layer, heads) for layer, heads in zip(given, shape, strict=True))
+
+
+def _is_curve(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(map(_is_pair, given))
+
+
+def _is_pair(given: object) -> bool:
+    return isinstance(given, list) and len(given) == 2 and _is_capacity(given[0]) and _is_finite(given[1])
 
 
 def _is_model(given: object) -> bool:

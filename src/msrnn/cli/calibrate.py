@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..budgets.profile import check_policy_kind
+from ..budgets.profile import check_by_head, check_policy_kind
 from ..policy import is_best, split_policy
 from ..system.console import note, progress, table
 from . import options
@@ -29,6 +29,10 @@ memory as the plain policy; it names the model it was made for and refuses other
 the same command is given again: measurements are kept beside the profile, in OUTPUT.measured.jsonl, and another
 --average uses them too. With --for recall only the answers to questions about facts count, which are hidden in the
 text; with --for both the text and these answers.
+
+With --by head every KV head gets its own capacity, for policies whose heads decide alone (fade, h2o, tova-head). The
+losses of all heads are estimated from gradients, one chunk at a time, which takes as much memory as a training step on
+that chunk; there are no joint moves (--rounds), and it is for perplexity only.
 """
 _EXAMPLES = """\
 examples:
@@ -36,20 +40,25 @@ examples:
   msrnn calibrate Qwen/Qwen3-0.6B --text a.txt --text b.txt --average 256 --average 512 -o profile.json
   msrnn generate -f book.txt --policy tova:256 --profile profile.json
   msrnn calibrate --policy fade --for recall --average 512 -o recall.json
+  msrnn calibrate --by head --policy fade --text a.txt --chunks 8 --average 512 -o heads.json
   msrnn calibrate --policy h2o-layer --length 1024 --chunks 2 --grid 16,64,256 --rounds 0 --average 64 -o quick.json
 
 On a GPU 8 chunks of 4,096 tokens and capacities that double are measured, then 2 rounds of joint moves; on a CPU
-2 chunks of 2,048 tokens, capacities that quadruple, and no joint moves. The bar says how long it will take.
+2 chunks of 2,048 tokens, capacities that quadruple, and no joint moves. By KV head 8 chunks and capacities that double
+are read on both. The bar says how long it will take.
 """
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("calibrate", help="one capacity per layer", description=_ABOUT, epilog=_EXAMPLES)
+    parser = commands.add_parser(
+        "calibrate", help="one capacity per layer, or per KV head", description=_ABOUT, epilog=_EXAMPLES
+    )
     options.add_model_argument(parser)
     size = "slots per layer, on average; may be repeated, for a profile of several sizes"
     parser.add_argument("--average", action="append", required=True, type=integer(1), metavar="N", help=size)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where the profile goes")
     parser.add_argument("--policy", default="tova", metavar="KIND", help="a policy without a size (default: tova)")
+    parser.add_argument("--by", default="layer", choices=("layer", "head"), help="what has a capacity (default: layer)")
     goal = "what slots are spent on: the text's perplexity (default), facts hidden in it, or both"
     parser.add_argument("--for", dest="goal", default="perplexity", choices=_GOALS, help=goal)
     parser.add_argument("--grid", metavar="N,N,...", help="capacities to try (default: up to half of a chunk)")
@@ -62,10 +71,14 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Namespace) -> None:
     kind, grid = _kind(arguments.policy), _grid(arguments.grid)
+    by_head = arguments.by == "head"
+    if by_head:
+        _check_by_head(arguments, kind)
     output = options.check_output_file(arguments.output)
     check_texts(arguments)
 
     from .. import __version__
+    from ..budgets.by_head import calibrate_by_head, check_heads, estimate_count
     from ..budgets.calibrate import Meter, calibrate, measurement_count
     from ..budgets.profile import dump
     from ..budgets.recall import goal_chunks
@@ -73,7 +86,9 @@ def run(arguments: Namespace) -> None:
     from ..system.files import write_text
 
     model, tokenizer = load_model(arguments)
-    default = 8 if model.device.type == "cuda" else 2
+    if by_head:
+        check_heads(kind, model)
+    default = 8 if by_head or model.device.type == "cuda" else 2
     chunks, text = read_chunks(arguments, model, tokenizer, arguments.chunks or default)
     chunks, counted = goal_chunks(arguments.goal, tokenizer, chunks)
     settings = _settings(arguments, kind, grid, model, chunks)
@@ -85,14 +100,15 @@ def run(arguments: Namespace) -> None:
         resumed = f"; {known} measurements are there already" if known else ""
         shape = f"{chunks.shape[0]} chunks of {chunks.shape[1]:,} tokens"
         note(f"{kind} on {shape}, capacities {', '.join(map(str, settings.grid))}{resumed}")
-    with progress(measurement_count(meter, averages), "", "loss", arguments.quiet) as bar:
+    count, work = (estimate_count, calibrate_by_head) if by_head else (measurement_count, calibrate)
+    with progress(count(meter, averages), "", "loss", arguments.quiet) as bar:
 
         def on_measurement(what: str, loss: float) -> None:
             bar.set_description(what, refresh=False)
             bar.update()
 
         meter.on_measured = on_measurement
-        profile = calibrate(meter, averages, text, __version__)
+        profile = work(meter, averages, text, __version__)
     write_text(output, dump(profile))
     print(json.dumps(profile) if arguments.json else _text(profile, output))
 
@@ -103,6 +119,8 @@ def _settings(
     from ..budgets.calibrate import Settings, default_grid
 
     factor, rounds = (2, 2) if model.device.type == "cuda" else (4, 0)
+    if arguments.by == "head":  # one backward pass gives all sizes
+        factor, rounds = 2, 0
     rounds = rounds if arguments.rounds is None else arguments.rounds
     grid = grid or default_grid(chunks.shape[1], factor)
     return Settings(kind, grid, rounds, batch_size(arguments, model))
@@ -119,6 +137,16 @@ def _kind(text: str) -> str:
     return text
 
 
+def _check_by_head(arguments: Namespace, kind: str) -> None:
+    """What --by head cannot do, before a model is loaded."""
+    check_by_head(kind)
+    if arguments.goal != "perplexity":
+        lost = "a fact that is lost is no small change, and gradients estimate small ones"
+        raise ValueError(f"--for {arguments.goal} works --by layer only: {lost}; leave out --for or --by head")
+    if arguments.rounds:
+        raise ValueError(f"--rounds {arguments.rounds}: there are no joint moves --by head; leave out --rounds")
+
+
 def _grid(text: str | None) -> tuple[int, ...] | None:
     """The capacities of --grid."""
     if text is None:
@@ -129,16 +157,15 @@ def _grid(text: str | None) -> tuple[int, ...] | None:
         raise ValueError(f"--grid {text!r} is not a list of whole numbers; write e.g. 16,64,256,1024") from None
 
 
-_HEADER = ("average", "same for all layers", "this profile", "before joint moves", "sum of single layers")
+_HEADER = ("average", "same for all {}", "this profile", "before joint moves", "sum of single {}")
+_COLUMNS = ("uniform", "refined", "additive", "expected")
 
 
 def _text(profile: dict[str, Any], output: Path) -> str:
     """The profile for a person: losses, capacities, and how to use it."""
     count, length = profile["text"]["chunks"]
-    losses = [
-        (row["average"], *(f"{row[name]:.4f}" for name in ("uniform", "refined", "additive", "expected")))
-        for row in profile["losses"]
-    ]
+    units = "heads" if profile.get("by") == "head" else "layers"
+    losses = [(row["average"], *(f"{row[name]:.4f}" for name in _COLUMNS)) for row in profile["losses"]]
     policy = split_policy(profile["policy"]).with_size(profile["average"])
     by_average = {profile["average"]: profile["capacities"]} | profile["allocations"]
     return "\n".join(
@@ -146,11 +173,16 @@ def _text(profile: dict[str, Any], output: Path) -> str:
             f"{output}: {profile['policy']} for {profile['model']['name']}, measured on {count} x {length:,} tokens, "
             f"for {profile['for']}",
             "loss over the full model, nats per token:",
-            table(losses, _HEADER),
+            table(losses, tuple(title.format(units) for title in _HEADER)),
             *(
-                f"capacities by layer, average {average}: {' '.join(map(str, capacities))}"
+                f"capacities by layer, average {average}: {' '.join(map(_sizes, capacities))}"
                 for average, capacities in by_average.items()
             ),
             f"use it: msrnn generate --policy {policy} --profile {output} ...",
         ]
     )
+
+
+def _sizes(capacity: int | list[int]) -> str:
+    """A layer's capacity, or those of its KV heads: `96/416/32`."""
+    return str(capacity) if isinstance(capacity, int) else "/".join(map(str, capacity))
