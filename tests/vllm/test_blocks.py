@@ -8,7 +8,7 @@ import torch
 from msrnn.core.attention import Attention
 from msrnn.core.recurrence import read, step
 from msrnn.core.slots import Slots
-from msrnn.policy import Plan, parse_policy
+from msrnn.policy import HeadPolicies, Plan, parse_layer_policy, parse_policy
 from msrnn.vllm import settings
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout, clear
@@ -30,7 +30,7 @@ class Sharded(Attention):
 
 
 def layout_of(text: str, dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout(parse_policy(text), HEADS, KV_HEADS, SIZE, SIZE, dtype)
+    return Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, dtype)
 
 
 def memory(layout: Layout, blocks: int = 5) -> torch.Tensor:
@@ -147,7 +147,9 @@ def test_parts_do_not_overlap_and_fill_the_block(dtype):
     raw = memory(layout, 2).view(torch.uint8)
     blocks = layout.carve(raw.zero_().view(dtype))
     parts = blocks.tensors()
-    assert set(parts) == {"keys", "values", "positions", "scores", "gains", "next", "seen"} == set(layout.parts)
+    assert (
+        set(parts) == {"keys", "values", "positions", "scores", "gains", "next", "seen"} == set(layout.parts[0].tensors)
+    )
     for name, part in parts.items():
         assert not part[1].any(), f"an earlier part reaches into {name}"
         part[1] = 1
@@ -157,13 +159,40 @@ def test_parts_do_not_overlap_and_fill_the_block(dtype):
     assert blocks.gains.dtype == blocks.scores.dtype == torch.float32
 
 
+def test_kv_heads_with_budgets_lie_one_after_the_other():
+    """As many slots as each has, and no byte of one is another's."""
+    layout = layout_of("fade:8|fade:3|h2o:20,gain=value_norm,kv=int8")
+    assert isinstance(layout.policy, HeadPolicies)
+    raw = memory(layout, 2).view(torch.uint8)
+    heads = layout.carve(raw.zero_().view(torch.float32)).heads
+    assert [slots.limit for slots in heads] == [9, 4, 21]
+    assert [slots.keys.shape for slots in heads] == [(2, 1, 9, SIZE), (2, 1, 4, SIZE), (2, 1, 21, SIZE)]
+    alone = [Layout(policy, HEADS // KV_HEADS, 1, SIZE, SIZE, torch.float32) for policy in layout.policy.heads]
+    assert layout.nbytes == sum(one.nbytes for one in alone)
+    for slots in heads:
+        for name, tensor in slots.tensors().items():
+            assert not tensor[1].any(), f"another part reaches into {name}"
+            tensor[1] = 1
+    assert not raw[0].any()
+
+
+def test_budgets_for_another_number_of_heads_have_no_layout():
+    with pytest.raises(ValueError, match="for 2 KV heads in a layer that has 3"):
+        _ = layout_of("fade:8|fade:3").nbytes
+
+
+def tensors_of(text: str) -> set[str]:
+    (part,) = layout_of(text).parts
+    return set(part.tensors)
+
+
 def test_scores_and_gains_only_where_the_policy_needs_them():
-    assert "scores" in layout_of("h2o:8").parts
-    assert "scores" not in layout_of("tova:8").parts
-    assert "scores" not in layout_of("window:8,momentum=1").parts
-    assert "gains" in layout_of("tova:8,gain=value_norm").parts
-    assert "gains" not in layout_of("h2o:8").parts
-    assert "gains" not in layout_of("window:8,gain=value_norm").parts
+    assert "scores" in tensors_of("h2o:8")
+    assert "scores" not in tensors_of("tova:8")
+    assert "scores" not in tensors_of("window:8,momentum=1")
+    assert "gains" in tensors_of("tova:8,gain=value_norm")
+    assert "gains" not in tensors_of("h2o:8")
+    assert "gains" not in tensors_of("window:8,gain=value_norm")
 
 
 def test_an_unbounded_policy_has_no_layout():
@@ -171,16 +200,30 @@ def test_an_unbounded_policy_has_no_layout():
         _ = layout_of("full").nbytes
 
 
-@pytest.mark.parametrize("texts", [["tova:64"] * 3, ["tova:64", "window+4:32", "h2o:16,gain=value_norm"]])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["tova:64"] * 3,
+        ["tova:64", "window+4:32", "h2o:16,gain=value_norm"],
+        ["fade:8|fade:24"] * 3,
+        ["fade:8,kv=int8|fade:24,kv=int8", "tova:16", "window:9|h2o:64"],
+    ],
+)
 def test_a_plan_survives_the_environment(texts, monkeypatch):
-    plan = Plan(tuple(parse_policy(text) for text in texts))
+    plan = Plan(tuple(parse_layer_policy(text) for text in texts))
     monkeypatch.setenv("MSRNN_POLICY", settings.write(plan))
     assert [settings.policy_of(layer) for layer in range(3)] == list(plan.policies)
 
 
 @pytest.mark.parametrize(
     "text, reason",
-    [("full", "not bounded"), ("tova:1/8", "fraction"), ("tovva:64", "did you mean 'tova"), ("", "not set")],
+    [
+        ("full", "not bounded"),
+        ("tova:1/8", "fraction"),
+        ("tovva:64", "did you mean 'tova"),
+        ("", "not set"),
+        ("tova:8|tova:9", "KV heads of a layer do not decide alone under tova:8"),
+    ],
 )
 def test_what_cannot_be_served_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from msrnn.core.attention import Attention
-from msrnn.core.recurrence import read
-from msrnn.core.slots import Slots
-from msrnn.policy import parse_policy
+from msrnn.core.heads import empty_slots, parts_of, read
+from msrnn.policy import parse_layer_policy
 from msrnn.vllm import batch as batches
 from msrnn.vllm import read_graphs, reads
 from msrnn.vllm.batch import attend, batch_of
@@ -22,6 +21,7 @@ POLICIES = (
     *("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "h2o-layer:48", "window+4:48", "fade:48"),
     *("tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm", "h2o:48,gain=value_norm", "tova:150", "h2o:150"),
     *("tova:48,kv=int8", "h2o:48,kv=k8v4", "tova:150,kv=k8v4"),
+    *("fade:30|fade:48|fade:70", "tova-head:150|tova-head:20|tova-head:48", "h2o:48,kv=k8v4|h2o:48|window+4:48"),
 )
 
 
@@ -31,7 +31,7 @@ class Requests:
     def __init__(self, text: str, attention: Attention, seed: int, count: int = 6) -> None:
         torch.manual_seed(seed)
         self.random = random.Random(seed)
-        self.policy, self.attention = parse_policy(text), attention
+        self.policy, self.attention = parse_layer_policy(text), attention
         layout = Layout(self.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         self.raw = torch.full((BLOCKS, 1, 1, layout.nbytes), 0xFF, dtype=torch.uint8)
         self.blocks = layout.carve(self.raw.view(torch.float32))
@@ -65,11 +65,12 @@ class Requests:
             if not seen:
                 continue
             query, key, value = (tensor[:seen].transpose(0, 1)[None] for tensor in text)
-            alone = Slots.empty(self.policy, key, value, HEADS)
+            alone = empty_slots(self.policy, key, value, HEADS)
             expected = read(alone, query, key, value, self.policy, self.attention)[0].transpose(0, 1)
             torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-5)
-            held = self.blocks.positions[home].sort(-1).values
-            assert torch.equal(held, alone.positions[0].sort(-1).values), "the same tokens are held"
+            for ours, theirs in zip(parts_of(self.blocks), parts_of(alone), strict=True):
+                held = ours.positions[home].sort(-1).values
+                assert torch.equal(held, theirs.positions[0].sort(-1).values), "the same tokens are held"
 
 
 @pytest.fixture(params=["cpu", "as on a GPU"])
@@ -105,9 +106,10 @@ def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
     monkeypatch.setattr(read_graphs.ReadGraphs, "run", counted(read_graphs.ReadGraphs.run, runs))
     requests = Requests(text, Attention(SIZE**-0.5), 0)
     layout = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
-    blocks = layout.carve(torch.zeros(1, layout.nbytes, dtype=torch.uint8))
-    new = tuple(torch.empty(1, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
-    read_graphs.capture(blocks, new, requests.policy, requests.attention, reads.graph_shapes(512), 32)
+    for part in layout.parts:
+        blocks = part.carve(torch.zeros(1, part.nbytes, dtype=torch.uint8))
+        new = tuple(torch.empty(1, n, SIZE) for n in (part.heads, part.kv_heads, part.kv_heads))
+        read_graphs.capture(blocks, new, part.policy, requests.attention, reads.graph_shapes(512), 32)
     for number in range(6):  # alone, then together, all of the same length, and of any
         requests.run([100 - 15 * number if i == number else 0 for i in range(6)])
     requests.run([70] * 6)
@@ -146,7 +148,7 @@ def test_rows_are_cut_into_captured_widths(sizes, expected):
     [Attention(SIZE**-0.5, softcap=20.0), Attention(SIZE**-0.5, sinks=torch.linspace(-1, 1, HEADS))],
     ids=["soft cap", "sinks"],
 )
-@pytest.mark.parametrize("text", ["tova:48", "tova:150", "h2o:48"])
+@pytest.mark.parametrize("text", ["tova:48", "tova:150", "h2o:48", "h2o:30|h2o:70|h2o:48"])
 def test_attention_that_is_not_plain(text, attention, planned):
     requests = Requests(text, attention, 3)
     requests.mixed(8)
@@ -211,8 +213,8 @@ def test_layers_share_their_indices_and_read_nothing_back(monkeypatch):
 
 def test_a_rehearsal_needs_no_blocks_of_vllms():
     """What runs in vLLM's memory profile on a GPU: reads and steps on memory of its own."""
-    for text in ("tova:48", "h2o:48,gain=value_norm"):
-        layout = Layout(parse_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
+    for text in ("tova:48", "h2o:48,gain=value_norm", "fade:30|fade:48|fade:30"):
+        layout = Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for count in (5, 256):  # fewer tokens than any graph has, too
             rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9)

@@ -66,8 +66,9 @@ def test_a_configuration_is_refused_by_name(changes, reason):
         refusals.check(config(**changes))
 
 
-def test_a_research_policy_is_refused(monkeypatch):
-    monkeypatch.setenv("MSRNN_POLICY", "tova:64;key_difference:64")
+@pytest.mark.parametrize("text", ["tova:64;key_difference:64", "fade:8|key_difference-head:64"])
+def test_a_research_policy_is_refused(monkeypatch, text):
+    monkeypatch.setenv("MSRNN_POLICY", text)
     with pytest.raises(Refused, match="research policies have no kernel yet; use msrnn generate"):
         refusals.check(config())
 

@@ -18,7 +18,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ..policy import Policy
+from ..core.heads import parts_of
+from ..policy import LayerPolicy, parts
 from . import metrics
 from .batch import Batch, StaticInputs, batch_of
 from .block import clear
@@ -68,7 +69,7 @@ class BoundedBackend(AttentionBackend):  # type: ignore[misc]
         raise Refused(f"a layer has no policy yet, because vLLM asks for its block size before it is loaded: {spec}")
 
 
-def backend_for(policy: Policy, heads: int, window: int | None = None) -> type[BoundedBackend]:
+def backend_for(policy: LayerPolicy, heads: int, window: int | None = None) -> type[BoundedBackend]:
     """The backend class of layers with this policy, so many query heads and this window of the model's own.
 
     vLLM asks the class, not a layer, for the size of a block; so there is one class for each size.
@@ -77,7 +78,7 @@ def backend_for(policy: Policy, heads: int, window: int | None = None) -> type[B
 
 
 @cache
-def _backend(policy: Policy, heads: int, window: int | None) -> type[BoundedBackend]:
+def _backend(policy: LayerPolicy, heads: int, window: int | None) -> type[BoundedBackend]:
 
     class LayerBackend(BoundedBackend):
         @classmethod
@@ -129,18 +130,19 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
     def clear(self, metadata: Metadata) -> None:
         """Empty the blocks of requests whose first token is a step: here, so that a CUDA graph need not do it."""
         rows = slice(0, metadata.steps)
-        for name in self.layer_names:
-            clear(self.layers[name].impl.blocks(self.layers[name]), metadata.blocks[rows], metadata.seen[rows])
+        for layer in (self.layers[name] for name in self.layer_names):
+            for slots in parts_of(layer.impl.blocks(layer)):
+                clear(slots, metadata.blocks[rows], metadata.seen[rows])
         metadata.begins = False
 
     def publish(self, metadata: Metadata) -> None:
-        """Update /metrics with what the requests of this batch hold now."""
+        """Update /metrics with what the requests of this batch hold now; of KV heads with budgets, the first counts."""
         first = self.layers[self.layer_names[0]]
         if self.meter is None:
             layouts = (layer.impl.layout(layer) for layer in bounded_layers(self.layers).values())
             request_bytes = sum(layout.nbytes for layout in layouts)
-            self.meter = metrics.Meter(first.impl.policy.capacity, request_bytes)
-        positions = first.impl.blocks(first).positions
+            self.meter = metrics.Meter(parts(first.impl.policy)[0].capacity or 0, request_bytes)
+        positions = parts_of(first.impl.blocks(first))[0].positions
         self.meter.update(positions, metadata.blocks, metadata.seen_list, metadata.sizes)
 
 

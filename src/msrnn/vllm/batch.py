@@ -13,9 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import kernels
 from ..core.attention import Attention
 from ..core.formats import decode
+from ..core.heads import LayerSlots, layer_parts, parts_of
 from ..core.recurrence import read, step
 from ..core.slots import Slots, gain_of
-from ..policy import KV, Policy
+from ..policy import KV, LayerPolicy, Policy
 from .block import clear, empty_new, zero_empty
 from .read_graphs import graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
@@ -40,7 +41,7 @@ class Batch:
     plans: dict[Sizes, Reads] = field(default_factory=dict)
 
     def reads(self, sizes: Sizes) -> Reads:
-        """The indices that a layer needs, shared by all layers alike."""
+        """The indices that a part of a layer needs, shared by all alike."""
         if sizes not in self.plans:
             self.plans[sizes] = plan(self.blocks, self.rows, sizes)
         return self.plans[sizes]
@@ -79,6 +80,22 @@ def batch_of(blocks: Tensor, seen: Tensor, starts: list[int], seen_list: list[in
 
 
 def attend(
+    blocks: LayerSlots,
+    batch: Batch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: LayerPolicy,
+    attention: Attention,
+    output: Tensor,
+) -> None:
+    """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
+    for slots, part in zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True):
+        new = query[:, part.queries], key[:, part.own], value[:, part.own]
+        attend_part(slots, batch, *new, part.policy, part.attention(attention), output[:, part.queries])
+
+
+def attend_part(
     blocks: Slots,
     batch: Batch,
     query: Tensor,
@@ -88,7 +105,7 @@ def attend(
     attention: Attention,
     output: Tensor,
 ) -> None:
-    """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
+    """The same for a part of a layer, whose heads may be views of the layer's."""
     if batch.steps:
         rows = slice(0, batch.steps)
         index, seen = batch.blocks[rows], batch.seen[rows]
@@ -107,7 +124,7 @@ def attend(
 
 
 def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:
-    """What the plan of a layer's reads depends on."""
+    """What the plan of a part's reads depends on."""
     keys = blocks.keys
     stored, slots = keys.shape[1:3]
     size, width = blocks.sizes

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.heads import LayerSlots, check_heads, join
 from ..core.slots import Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
-from ..policy import Policy
+from ..policy import LayerPolicy, Policy, parts
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The slots of one layer and one request; `window`: the model's own, in this layer."""
+class PartLayout:
+    """The slots of what goes through the recurrence on its own, a layer or one KV head of it, for one request."""
 
     policy: Policy
     heads: int
@@ -33,7 +35,7 @@ class Layout:
     window: int | None = None
 
     @cached_property
-    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor of a request's slots."""
         slots = slot_count(self.policy, self.window)
         if slots is None or self.policy.capacity is None:
@@ -42,40 +44,81 @@ class Layout:
         stored, accumulation = max(self.kv_heads, units), torch.promote_types(self.dtype, torch.float32)
         key, value = (torch.empty(0, n, dtype=self.dtype, device="meta") for n in (self.key_size, self.value_size))
         rows = empty_rows(self.policy.kv, key, value, (1, stored, slots))
-        parts = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in rows.items()} | {
+        tensors = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in rows.items()} | {
             "positions": ((units, slots), torch.int64),
             "next": ((units,), torch.int64),
             "seen": ((), torch.int64),
         }
         if keeps_scores(self.policy, self.window):
-            parts["scores"] = ((units, slots), accumulation)
+            tensors["scores"] = ((units, slots), accumulation)
         if keeps_gains(self.policy, self.window):
-            parts["gains"] = ((stored, slots), accumulation)
-        return parts
+            tensors["gains"] = ((stored, slots), accumulation)
+        return tensors
 
     @property
     def nbytes(self) -> int:
-        return sum(_aligned(shape, dtype) for shape, dtype in self.parts.values())
+        return sum(_aligned(shape, dtype) for shape, dtype in self.tensors.values())
 
     @cached_property
     def places(self) -> list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
-        """Name, dtype, shape, strides and first byte of every tensor in a block."""
+        """Name, dtype, shape, strides and first byte of every tensor."""
         places, start = [], 0
-        for name, (shape, dtype) in self.parts.items():
+        for name, (shape, dtype) in self.tensors.items():
             strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
             places.append((name, dtype, shape, strides, start))
             start += _aligned(shape, dtype)
         return places
 
-    def carve(self, blocks: Tensor) -> Slots:
-        """blocks [M, ..., bytes] of any dtype: the slots of all blocks, as views. Cheap, as every batch does it."""
+    def carve(self, blocks: Tensor, first: int = 0) -> Slots:
+        """blocks [M, ..., bytes] of any dtype: the slots of all blocks, as views, from their byte `first` on."""
         typed = {dtype: blocks.view(dtype) for dtype in {dtype for _, dtype, *_ in self.places}}
         views: dict[str, Any] = {}
         for name, dtype, shape, strides, start in self.places:
             memory = typed[dtype]
-            begin = memory.storage_offset() + start // dtype.itemsize
+            begin = memory.storage_offset() + (first + start) // dtype.itemsize
             views[name] = memory.as_strided((len(blocks), *shape), (memory.stride(0), *strides), begin)
         return Slots(**views, limit=slot_count(self.policy, self.window))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The block of one layer and one request: the slots of its parts, one after the other.
+
+    heads, kv_heads: those of this process. `window`: the model's own, in this layer.
+    """
+
+    policy: LayerPolicy
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    window: int | None = None
+
+    @cached_property
+    def parts(self) -> tuple[PartLayout, ...]:
+        check_heads(self.policy, self.kv_heads)
+        together = isinstance(self.policy, Policy)
+        heads, kv_heads = (self.heads, self.kv_heads) if together else (self.heads // self.kv_heads, 1)
+        return tuple(
+            PartLayout(policy, heads, kv_heads, self.key_size, self.value_size, self.dtype, self.window)
+            for policy in parts(self.policy)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first byte of every part."""
+        return tuple(accumulate((part.nbytes for part in self.parts[:-1]), initial=0))
+
+    def carve(self, blocks: Tensor) -> LayerSlots:
+        """blocks [M, ..., bytes] of any dtype: the slots of all blocks, as views. Cheap, as every batch does it."""
+        return join(
+            [part.carve(blocks, first) for part, first in zip(self.parts, self.starts, strict=True)], self.policy
+        )
 
 
 def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:

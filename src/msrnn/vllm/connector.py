@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ..core.heads import LayerSlots, parts_of
 from ..core.slots import Slots, lowest_empty
 from . import metrics, settings
 from .backend import bounded_layers
@@ -222,13 +223,22 @@ def bytes_of(layer: Any) -> Tensor:
     return memory.as_strided((len(memory), layer.impl.layout(layer).nbytes), (memory.stride(0), 1))
 
 
-def copy_prefix(blocks: Slots, block: int, prefix: Prefix, layer: int) -> None:
+def copy_prefix(blocks: LayerSlots, block: int, prefix: Prefix, layer: int) -> None:
     """Copy a layer's slots, or those of this process's share of its heads, into a block."""
+    slots, numbers = parts_of(blocks), prefix.numbers(layer)
+    if len(numbers) > len(slots):  # KV heads with budgets of their own, of which this process holds some
+        first = get_tensor_model_parallel_rank() * len(slots)
+        numbers = numbers[first : first + len(slots)]
+    for one, number in zip(slots, numbers, strict=True):
+        _copy_part(one, block, prefix, number)
+
+
+def _copy_part(blocks: Slots, block: int, prefix: Prefix, number: int) -> None:
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     for name, target in blocks.tensors().items():
         if name in ("next", "seen"):
             continue
-        source = prefix.tensors[f"{layer}.{name}"][0]
+        source = prefix.tensors[f"{number}.{name}"][0]
         local = source if len(source) == target.shape[1] else source.chunk(world)[rank]
         if local.shape != target.shape[1:]:
             shapes = f"{tuple(source.shape)} do not fit {tuple(target.shape[1:])}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..hf.geometry import Geometry
-from ..policy import HeadPolicies, Plan
+from ..policy import Plan, average_capacity
 from .block import Layout
 
 
@@ -15,9 +15,7 @@ def price(layers: Sequence[Geometry], plan: Plan, dtype: torch.dtype, length: in
     """Bytes of one request over all layers: its states, and vLLM's own cache at `length` tokens."""
     state = full = 0
     for layer, policy in zip(layers, plan.policies, strict=True):
-        if isinstance(policy, HeadPolicies):
-            raise ValueError("budgets by KV head are not for vLLM yet; use a profile by layer")
-        if policy.capacity is None:
+        if average_capacity(policy) is None:
             raise ValueError("'full' is not bounded: serve with plain vLLM, or give a capacity, e.g. tova:512")
         size = layer.head_size
         state += Layout(policy, layer.heads, layer.kv_heads, size, size, dtype, layer.window).nbytes

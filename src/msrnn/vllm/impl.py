@@ -13,13 +13,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ..core.attention import Attention
-from ..core.slots import Slots
+from ..core.heads import LayerSlots
 from . import refusals, settings
 from .backend import Metadata, backend_for
 from .batch import attend
 from .block import Layout
 from .rehearsal import rehearse, seconds
-from .shard import attention_of
+from .shard import attention_of, own_share
 
 logger = init_logger("vllm.msrnn")
 
@@ -64,8 +64,9 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         A window of the model's own is part of that: to vLLM all layers look alike.
         """
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", 0) is self)
-        self.policy = settings.policy_of(extract_layer_index(name))
-        layer.attn_backend, layer.sliding_window = backend_for(self.policy, self.num_heads, self.window), None
+        policy = settings.policy_of(extract_layer_index(name))
+        self.policy = own_share(policy, self.num_kv_heads)
+        layer.attn_backend, layer.sliding_window = backend_for(policy, self.num_heads, self.window), None
 
     @cached_property
     def attention(self) -> Attention:
@@ -109,7 +110,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
             self._layouts[dtype] = Layout(self.policy, *sizes, dtype, self.window)
         return self._layouts[dtype]
 
-    def blocks(self, layer: Any) -> Slots:
+    def blocks(self, layer: Any) -> LayerSlots:
         """The layer's memory as slots, one row per block.
 
         Views are made anew every time: vLLM gives layers temporary memory while it measures, and must get it back.

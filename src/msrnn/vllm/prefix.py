@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..hf.identity import weights_digest
+from ..policy import parse_layer_policy, parts
 from ..state_file import read_state_file
 from .plugin import Refused
 
@@ -21,7 +23,7 @@ FILES = "prefixes"
 
 @dataclass(frozen=True)
 class Prefix:
-    """A state file: its metadata (`about`), its tokens, and the slots of all layers."""
+    """A state file: its metadata (`about`), its tokens, and the slots of all layers, or of their KV heads."""
 
     name: str
     path: str
@@ -36,6 +38,16 @@ class Prefix:
             raise Refused(f"prefix {name}: {path} does not say what was read; make it with `msrnn state build`")
         tokens = tuple(tensors.pop("tokens").tolist())
         return cls(name, str(path), about, tokens, tensors)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the slots of each layer begin in the file, and the end; KV heads with budgets have slots each."""
+        counts = (len(parts(parse_layer_policy(text))) for text in json.loads(self.about["policy"]))
+        return list(accumulate(counts, initial=0))
+
+    def numbers(self, layer: int) -> range:
+        """The numbers of a layer's slots in the file."""
+        return range(self.starts[layer], self.starts[layer + 1])
 
     def check(self, model: str, revision: str | None, dtype: torch.dtype, policies: Sequence[str]) -> None:
         """Refuse a state of another model, dtype or policy; policies: one for all layers or one per layer."""

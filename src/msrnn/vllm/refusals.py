@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..policy import parts
 from . import settings
 from .plugin import Refused
 
@@ -43,7 +44,7 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto and add kv=int8 to the policy",
         ),
         (
-            any(policy.rule is not None for policy in settings.policies()),
+            any(part.rule is not None for policy in settings.policies() for part in parts(policy)),
             "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova",
         ),
     ]

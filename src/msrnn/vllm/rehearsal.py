@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.attention import Attention
+from ..core.heads import layer_parts
 from ..core.slots import Slots
-from .batch import StaticInputs, attend, batch_of, sizes_of
-from .block import Layout
+from .batch import StaticInputs, attend_part, batch_of, sizes_of
+from .block import Layout, PartLayout
 from .read_graphs import capture, without_graphs
 from .reads import TAILS, graph_shapes
 
@@ -29,8 +30,16 @@ seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so
 def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int) -> None:
     """query [tokens, H, D] ...: of a run with as many tokens as a batch may have; `requests` may run at once.
 
-    Layers alike have the same kernels and memory: only the first is rehearsed.
+    Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed.
     """
+    for own, part in zip(layout.parts, layer_parts(layout.policy, layout.heads), strict=True):
+        new = query[:, part.queries], key[:, part.own], value[:, part.own]
+        _rehearse(own, *new, part.attention(attention), requests)
+
+
+def _rehearse(
+    layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int
+) -> None:
     alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
     tokens = len(query)
     if _rehearsed.get(alike, 0) >= tokens:
@@ -67,7 +76,7 @@ def _timed(part: str, device: torch.device) -> Iterator[None]:
     seconds[part] += time.perf_counter() - begin
 
 
-def _blocks(layout: Layout, count: int, device: torch.device) -> Slots:
+def _blocks(layout: PartLayout, count: int, device: torch.device) -> Slots:
     """Blocks whose slots are all in use but the last."""
     blocks = layout.carve(torch.zeros(count, layout.nbytes, dtype=torch.uint8, device=device))
     slots = blocks.positions.shape[2]
@@ -78,7 +87,12 @@ def _blocks(layout: Layout, count: int, device: torch.device) -> Slots:
 
 
 def _read(
-    blocks: Slots, layout: Layout, new: tuple[Tensor, Tensor, Tensor], attention: Attention, output: Tensor, size: int
+    blocks: Slots,
+    layout: PartLayout,
+    new: tuple[Tensor, Tensor, Tensor],
+    attention: Attention,
+    output: Tensor,
+    size: int,
 ) -> None:
     """Every block's request reads `size` tokens: as one that begins, and as one that has read many."""
     device, count, tokens = output.device, len(blocks.keys), len(output)
@@ -88,11 +102,16 @@ def _read(
     for before in (0, blocks.positions.shape[2]):
         seen = [before] * count
         batch = batch_of(index, torch.tensor(seen, device=device), starts, seen)
-        attend(blocks, batch, *new, layout.policy, attention, output)
+        attend_part(blocks, batch, *new, layout.policy, attention, output)
 
 
 def _step(
-    blocks: Slots, layout: Layout, new: tuple[Tensor, Tensor, Tensor], attention: Attention, output: Tensor, most: int
+    blocks: Slots,
+    layout: PartLayout,
+    new: tuple[Tensor, Tensor, Tensor],
+    attention: Attention,
+    output: Tensor,
+    most: int,
 ) -> None:
     """One token of so many requests, for every number that may get kernels of its own; all of them in one block."""
     device, seen = output.device, blocks.positions.shape[2]
@@ -101,4 +120,4 @@ def _step(
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         rows = inputs.put(zeros, zeros + seen)
         batch = batch_of(*rows, list(range(count + 1)), [seen] * count)
-        attend(blocks, batch, *new, layout.policy, attention, output)
+        attend_part(blocks, batch, *new, layout.policy, attention, output)

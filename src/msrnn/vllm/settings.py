@@ -6,7 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
-from ..policy import Plan, Policy, check_best, is_best, parse_policy
+from ..policy import LayerPolicy, Plan, average_capacity, check_best, is_best, parse_layer_policy
 from . import POLICY
 
 _SEPARATOR = ";"
@@ -41,26 +41,26 @@ def resolve(model: Any) -> None:
     os.environ[POLICY] = write(plan_for(policy, len(geometry(model.hf_config))))
 
 
-def policies() -> tuple[Policy, ...]:
+def policies() -> tuple[LayerPolicy, ...]:
     """The policies in the environment: one for all layers, or one per layer."""
     return parse(os.environ.get(POLICY, ""))
 
 
 @cache
-def parse(text: str) -> tuple[Policy, ...]:
-    """`tova:512` or `tova:512;h2o:256;...` -> bounded policies."""
+def parse(text: str) -> tuple[LayerPolicy, ...]:
+    """`tova:512`, `tova:512;h2o:256;...` by layer, or by KV head `fade:96|fade:416;...` -> bounded policies."""
     if not text:
         raise ValueError(f"{POLICY} is not set in this process; set it on every node, e.g. {POLICY}=tova:512")
-    policies = tuple(parse_policy(part) for part in text.split(_SEPARATOR))
+    policies = tuple(parse_layer_policy(part) for part in text.split(_SEPARATOR))
     for policy in policies:
-        if policy.capacity is None:
+        if average_capacity(policy) is None:
             raise ValueError(
                 f"{POLICY}={text!r}: 'full' is not bounded; give a capacity, or serve with plain vLLM and no {POLICY}"
             )
     return policies
 
 
-def policy_of(layer: int) -> Policy:
+def policy_of(layer: int) -> LayerPolicy:
     """The policy of a layer; its number counts over the whole model."""
     layers = policies()
     if len(layers) == 1:

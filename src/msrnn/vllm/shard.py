@@ -1,7 +1,7 @@
-"""Tensor parallelism for policies whose heads decide together.
+"""Tensor parallelism: what a process needs of a layer's policy, and how heads in several processes decide together.
 
-The logits of a chunk are gathered over all heads, every process scans them all, bit for bit alike, and uses the weights
-of its own heads. So evictions do not depend on the number of processes.
+Where they do, the logits of a chunk are gathered over all heads, every process scans them all, bit for bit alike, and
+uses the weights of its own heads. So evictions do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.distributed import (
 
 from ..core.attention import Attention
 from ..core.slots import decides_by_age
-from ..policy import Policy
+from ..policy import HeadPolicies, LayerPolicy, Policy
 from .plugin import Refused
 
 
@@ -40,11 +40,37 @@ class Sharded(Attention):
         return rows[:, self.rank * self.local_heads : (self.rank + 1) * self.local_heads]
 
 
+def shares(policy: LayerPolicy, kv_heads: int) -> list[LayerPolicy]:
+    """A layer's policy for each of the processes that hold so many of its KV heads; one for all if it is the same."""
+    if isinstance(policy, Policy):
+        return [policy]
+    return [HeadPolicies(policy.heads[i : i + kv_heads]) for i in range(0, len(policy.heads), kv_heads)]
+
+
+def own_share(policy: LayerPolicy, kv_heads: int) -> LayerPolicy:
+    """A layer's policy for this process, which holds so many of its KV heads."""
+    if isinstance(policy, Policy):
+        return policy
+    processes: int = get_tensor_model_parallel_world_size()
+    rank: int = get_tensor_model_parallel_rank()
+    if len(policy.heads) != kv_heads * processes:
+        raise Refused(
+            f"the policy has budgets for {len(policy.heads)} KV heads in a layer, and {processes} processes hold "
+            f"{kv_heads} each; use a profile made for this model and no more processes than KV heads, or one by layer"
+        )
+    return shares(policy, kv_heads)[rank]
+
+
 def attention_of(
-    policy: Policy, heads: int, scale: float, softcap: float | None, sinks: Tensor | None, window: int | None = None
+    policy: LayerPolicy,
+    heads: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None = None,
 ) -> Attention:
     """The attention of a layer of which this process holds `heads` query heads."""
-    decide_together = policy.scope == "layer" and not decides_by_age(policy, window)
+    decide_together = isinstance(policy, Policy) and policy.scope == "layer" and not decides_by_age(policy, window)
     if not decide_together or get_tensor_model_parallel_world_size() == 1:
         return Attention(scale, softcap, window, sinks)
     if sinks is not None:
