@@ -137,6 +137,24 @@ def test_the_profile_of_these_very_weights_is_taken_and_no_other(shipped: str) -
     assert "profile" not in str(resolve("best:1", tiny_llama()))  # smaller than it was measured for
 
 
+def test_a_profile_by_kv_head_comes_first_and_takes_no_more_bytes(shipped: str, tmp_path: Path) -> None:
+    content = json.loads((tmp_path / "tiny.json").read_text())
+    heads = [[curve, [[size, loss / 3] for size, loss in curve]] for curve in CURVES]
+    by_head = content | {"capacities": [[50, 10], [4, 12], [10, 10]], "curves": heads, "by": "head"}
+    (tmp_path / "a-by-head.json").write_text(json.dumps(by_head))
+    (tmp_path / "z-by-head.json").write_text(json.dumps(by_head | {"model": content["model"] | {"layers": 9}}))
+    model = tiny_llama()
+    best = resolution("best:16", model)
+    assert best.profile == "a-by-head"
+    caches = [msrnn.cache(model, text) for text in ("best:16", "tova:16")]
+    assert caches[0].plan.by_head
+    assert caches[0].plan.average == best.slots
+    with torch.no_grad():
+        for cache in caches:
+            model(torch.arange(100)[None] % 64, past_key_values=cache)
+    assert caches[0].nbytes <= caches[1].nbytes == best.limit_bytes
+
+
 def test_a_configuration_finds_the_profile_by_its_files_or_else_by_its_name(shipped: str, tmp_path: Path) -> None:
     for seed, name in ((0, "other name"), (1, "tiny")):
         tiny_llama(seed=seed).save_pretrained(tmp_path / name)

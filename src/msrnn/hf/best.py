@@ -14,7 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import open_profile, shipped_profiles
 from ..core.formats import check_sizes
-from ..policy import KV, Plan, PolicyLike, PolicyText, is_best, parse_policy, read_size, recommended, split_policy, tova
+from ..policy import (
+    KV,
+    Plan,
+    PolicyLike,
+    PolicyText,
+    is_best,
+    parse_policy,
+    per_layer,
+    read_size,
+    recommended,
+    split_policy,
+    tova,
+)
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
 from .identity import fits
@@ -67,6 +79,8 @@ def resolution(
         check_sizes(_kv(kind), layer.head_size)
     slots = _slots(kind, layers, dtype, limit)
     profile = kind.profile or _shipped(model, slots, revision)
+    if profile and _by_head(profile):
+        slots = _slots(kind, layers, dtype, limit, by_head=True)
     policy = str(replace(kind, size=str(slots), profile=profile))
     return Resolution(policy, slots, _kv(kind) or "", profile, limit)
 
@@ -87,21 +101,29 @@ def _with_format(kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtyp
     return k8v4 if _slots(int8, layers, dtype, limit) < _slots(k8v4, layers, dtype, limit) <= _FEW else int8
 
 
-def _slots(kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int) -> int:
+def _slots(
+    kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int, *, by_head: bool = False
+) -> int:
     """The most slots whose state takes at most `limit` bytes; where windows bound it, any number above them."""
+
+    def size(slots: int) -> int:
+        return _state_bytes(kind, slots, layers, dtype, by_head=by_head)
+
     low, high = 1, 2
-    while _state_bytes(kind, low, layers, dtype) < _state_bytes(kind, high, layers, dtype) <= limit:
+    while size(low) < size(high) <= limit:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _state_bytes(kind, middle, layers, dtype) <= limit else (low, middle)
+        low, high = (middle, high) if size(middle) <= limit else (low, middle)
     return low
 
 
-def _state_bytes(kind: PolicyText, slots: int, layers: Sequence[Geometry], dtype: torch.dtype) -> int:
-    """Keys, values, scales, positions and scores, the same number of slots in every layer; a profile's cost as much."""
-    plan = Plan.of(replace(kind, size=str(slots)).policy, len(layers))
-    return cost(layers, plan, dtype, 1).state
+def _state_bytes(
+    kind: PolicyText, slots: int, layers: Sequence[Geometry], dtype: torch.dtype, *, by_head: bool = False
+) -> int:
+    """Keys, values, scales, positions and scores, the same number of slots everywhere; a profile's cost as much."""
+    sizes = [[slots] * layer.kv_heads if by_head else slots for layer in layers]
+    return cost(layers, per_layer(replace(kind, size=str(slots)).policy, sizes), dtype, 1).state
 
 
 def _kv(kind: PolicyText) -> KV | None:
@@ -109,8 +131,15 @@ def _kv(kind: PolicyText) -> KV | None:
 
 
 def _shipped(model: PreTrainedModel | PreTrainedConfig, slots: int, revision: str | None) -> str | None:
-    """The name of the package's profile for these weights, where it has capacities for such an average."""
-    for name in shipped_profiles():
+    """The name of the package's profile for these weights, where it has capacities for such an average.
+
+    One by KV head comes first: it says where slots are needed more finely.
+    """
+    for name in sorted(shipped_profiles(), key=_by_head, reverse=True):
         if fits(name, model, revision) and slots >= min(open_profile(name)["grid"]):
             return name
     return None
+
+
+def _by_head(profile: str) -> bool:
+    return isinstance(open_profile(profile)["capacities"][0], list)
