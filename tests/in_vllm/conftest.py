@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.in_vllm.engines import NEW
+from tests.in_vllm.engines import NEW, plan_of
 
 HERE = Path(__file__).parent
 
@@ -56,7 +56,7 @@ def alone(hf_model, prompts):
         output = hf_model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            past_key_values=msrnn.cache(hf_model, policy),
+            past_key_values=msrnn.cache(hf_model, plan_of(policy)),
             max_new_tokens=NEW,
             min_new_tokens=NEW,
             do_sample=False,

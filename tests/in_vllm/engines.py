@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from contextlib import contextmanager
+from itertools import cycle, islice
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: no others to wait for
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -70,12 +71,24 @@ def greedy(llm, prompts: list[list[int]], tokens: int = NEW, **extra: str) -> li
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
+def in_turn(*policies: str, layers: int = 30) -> str:
+    """MSRNN_POLICY for layers that have these policies in turn."""
+    return ";".join(islice(cycle(policies), layers))
+
+
+def plan_of(text: str):
+    """The policies of MSRNN_POLICY, as the transformers path takes them."""
+    from msrnn.vllm.settings import parse
+
+    return list(parse(text)) if ";" in text else text
+
+
 def build_prefix(hf_model, model: str, folder, name: str, ids: list[int], policy: str) -> str:
     """The state file of a prefix, as `msrnn state build` writes it, from token ids."""
     import msrnn
     from msrnn.hf.identity import weights_digest
 
-    rnn = msrnn.RNN(hf_model, policy)
+    rnn = msrnn.RNN(hf_model, plan_of(policy))
     _, state = rnn.read(ids, rnn.start())
     path = folder / f"{name}.state"
     state.save(path, tokens=ids, notes={"weights": weights_digest(model)})

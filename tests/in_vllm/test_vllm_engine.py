@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from msrnn.policy import Plan, parse_policy
+from msrnn.policy import Plan, parse_layer_policy
 from tests.in_vllm.engines import MEMORY, NEW, engine, greedy
 
 
@@ -112,7 +112,6 @@ def test_one_block_per_request_whatever_its_length(running):
     (group,) = config.kv_cache_groups
     assert isinstance(group.kv_cache_spec, BoundedSpec)
     page = group.kv_cache_spec.page_size_bytes
-    assert page == group.kv_cache_spec.layout.nbytes
     assert config.num_blocks == MEMORY // (30 * page)
     assert page < 66 * 2 * 3 * 64 * 4 * 1.02
 
@@ -146,12 +145,21 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
     import torch
 
     import msrnn
+    from msrnn.hf.geometry import geometry
     from msrnn.vllm import settings
+    from msrnn.vllm.cost import price
 
     kinds = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
     kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
-    plan = Plan(tuple(parse_policy(kinds[n % len(kinds)].format(24 + 4 * (n % 7))) for n in range(30)))
+    kinds += ("fade:{}|fade:9|fade:71", "h2o:8|h2o:{}|window+4:60")  # budgets by KV head
+    plan = Plan(tuple(parse_layer_policy(kinds[n % len(kinds)].format(24 + 4 * (n % 7))) for n in range(30)))
+    assert plan.by_head
     with engine(model, settings.write(plan)) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert [layer.impl.policy for layer in layers] == list(plan.policies)
+        blocks = sum(layer.impl.layout(layer).nbytes for layer in layers)
+        assert blocks == price(geometry(hf_model), plan, torch.float32, 1)[0], "what msrnn serve says"
+        assert scheduler(llm).kv_cache_config.num_blocks == MEMORY // blocks
         outputs = greedy(llm, prompts[-2:])
     for ids, tokens in zip(prompts[-2:], outputs, strict=True):
         inputs, cache = torch.tensor([ids]), msrnn.cache(hf_model, plan)

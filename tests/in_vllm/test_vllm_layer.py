@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from msrnn.policy import parse_policy
+from msrnn.policy import parse_layer_policy, parse_policy
 
 
 def full_spec(**changes):
@@ -15,21 +15,55 @@ def full_spec(**changes):
     return FullAttentionSpec(**(sizes | changes))
 
 
-@pytest.mark.parametrize("text", ["tova:16", "h2o:16", "h2o:16,gain=value_norm", "tova-query-head:16"])
+@pytest.mark.parametrize("text", ["tova:16", "h2o:16", "h2o:16,gain=value_norm", "tova-query-head:16", "h2o:8|fade:24"])
 def test_a_backend_class_gives_one_block_of_the_layouts_size(text):
     from msrnn.vllm.backend import BoundedBackend, backend_for
     from msrnn.vllm.block import Layout
 
-    policy = parse_policy(text)
+    policy = parse_layer_policy(text)
     backend = backend_for(policy, 4)
     assert issubclass(backend, BoundedBackend)
     assert backend_for(policy, 4) is backend
     assert backend_for(policy, 2) is not backend
     spec = backend.customize_spec(full_spec())
     layout = Layout(policy, 4, 2, 8, 8, torch.float32)
-    assert spec.layout == layout
     assert spec.page_size_bytes == layout.nbytes
     assert spec.block_size > 10**7, "no request needs a second block"
+
+
+def test_processes_have_blocks_of_the_largest_share():
+    """vLLM wants the same spec in all of them: two hold 2 of 4 KV heads with budgets."""
+    from msrnn.vllm.backend import backend_for
+    from msrnn.vllm.block import Layout
+
+    spec = backend_for(parse_layer_policy("fade:8|fade:24|fade:16|fade:20"), 4).customize_spec(full_spec())
+    small, large = (
+        Layout(parse_layer_policy(text), 4, 2, 8, 8, torch.float32).nbytes
+        for text in ("fade:8|fade:24", "fade:16|fade:20")
+    )
+    assert small < large == spec.page_size_bytes
+
+
+@pytest.mark.parametrize("processes, kv_heads, share", [(1, 4, [8, 24, 16, 20]), (2, 2, [16, 20]), (4, 1, [24])])
+def test_a_process_has_the_budgets_of_its_own_heads(monkeypatch, processes, kv_heads, share):
+    from msrnn.vllm import shard
+
+    rank = 0 if processes == 1 else 1
+    monkeypatch.setattr(shard, "get_tensor_model_parallel_world_size", lambda: processes)
+    monkeypatch.setattr(shard, "get_tensor_model_parallel_rank", lambda: rank)
+    policy = shard.own_share(parse_layer_policy("fade:8|fade:24|fade:16|fade:20"), kv_heads)
+    assert [head.capacity for head in policy.heads] == share
+
+
+@pytest.mark.parametrize("processes, kv_heads", [(1, 3), (8, 1), (3, 1)])
+def test_budgets_that_do_not_fit_the_processes_are_refused(monkeypatch, processes, kv_heads):
+    """Another number of KV heads than the model has, or heads that several processes hold copies of."""
+    from msrnn.vllm import shard
+    from msrnn.vllm.plugin import Refused
+
+    monkeypatch.setattr(shard, "get_tensor_model_parallel_world_size", lambda: processes)
+    with pytest.raises(Refused, match=f"budgets for 4 KV heads in a layer, and {processes} processes hold {kv_heads}"):
+        shard.own_share(parse_layer_policy("fade:8|fade:24|fade:16|fade:20"), kv_heads)
 
 
 def test_a_layer_without_a_policy_has_no_block_size():

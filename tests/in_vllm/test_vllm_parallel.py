@@ -6,21 +6,24 @@ from itertools import cycle, islice
 import pytest
 
 from msrnn.vllm.pool import SCHEDULER
-from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
+from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy, in_turn
 
 # On a CPU, vLLM allocates what its pipeline stages pass on in a warm-up that it skips where nothing is compiled; so the
 # graph is traced, but not compiled.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 
 
+BY_HEAD = "fade:20|fade:64|fade:108"
+
+
 @pytest.mark.parametrize(
     "policy, processes, options",
     [
         ("tova:64", 3, {"tensor_parallel_size": 3}),  # 9 query heads, 3 KV heads, and all decide together
-        ("h2o-layer:64,gain=value_norm", 3, {"tensor_parallel_size": 3}),
-        ("h2o:64", 2, {"pipeline_parallel_size": 2, **TRACED}),
+        (in_turn("h2o-layer:64,gain=value_norm", BY_HEAD), 3, {"tensor_parallel_size": 3}),
+        (in_turn("h2o:64", BY_HEAD, "h2o:64"), 2, {"pipeline_parallel_size": 2, **TRACED}),
     ],
-    ids=["tensor", "tensor with gains", "pipeline"],
+    ids=["tensor", "tensor with gains and budgets by head", "pipeline"],
 )
 def test_several_processes_generate_what_one_does(
     model, hf_model, prompts, alone, monkeypatch, tmp_path, policy, processes, options

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
+from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy, in_turn
 from tests.in_vllm.test_vllm_server import metric, wait_for_server
 
-POLICIES = ("tova:64", "h2o:64", "tova:64,gain=value_norm")
+POLICIES = ("tova:64", "h2o:64", in_turn("tova:64,gain=value_norm", "h2o:24|h2o:64|fade:104"))
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def texts(model) -> dict[str, list[int]]:
     return {"long": ids[:150], "short": ids[400:430], "one": ids[700:701], "some": ids[800:840]}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=["tova", "h2o", "gains and budgets by head"])
 def test_answers_equal_reading_it_afresh(model, hf_model, texts, tmp_path, policy):
     """Mixed in one batch: hits of both prefixes, whose rest is one token or many, and a text that begins otherwise."""
     long, short, one, some = (texts[name] for name in ("long", "short", "one", "some"))

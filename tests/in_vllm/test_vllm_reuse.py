@@ -3,7 +3,7 @@
 import pytest
 
 from msrnn.vllm.pool import SCHEDULER
-from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy
+from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy, in_turn
 
 EVERY = 32
 PIECES = {"max_num_batched_tokens": 96, "scheduler_cls": SCHEDULER}
@@ -44,7 +44,10 @@ def ask(llm, prompt: dict, **options) -> list[int]:
     return list(answer.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("policy", ["tova:64", "h2o:64,gain=value_norm"])
+MIXED = in_turn("h2o:64,gain=value_norm", "fade:20|fade:64|fade:108")
+
+
+@pytest.mark.parametrize("policy", ["tova:64", MIXED], ids=["tova", "gains and budgets by head"])
 def test_answers_equal_reading_afresh(model, prompts, policy):
     """First alone, one after the other, so that each finds what those before it left; then all at once."""
     with engine(model, policy, **pool(64)) as llm:

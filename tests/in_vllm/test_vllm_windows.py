@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from msrnn.policy import Plan, parse_policy
+from msrnn.policy import Plan, parse_layer_policy
 from tests.in_vllm.engines import engine, greedy
 
 WINDOW = 24
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -22,7 +22,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 4}
 MODELS = {
     "mistral": ("MistralConfig", {}),
     "gemma2": ("Gemma2Config", MIXED | {"query_pre_attn_scalar": 16}),
@@ -30,7 +30,10 @@ MODELS = {
     "gpt-oss": ("GptOssConfig", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 LENGTHS = (5, 90, 1, 30, 150)
-POLICIES = ("tova:16", "h2o:16", "h2o:40", "tova:40", "window+4:16", "tova:16,gain=value_norm")  # one for each layer
+POLICIES = (  # one for each layer
+    *("tova:16", "h2o:16", "h2o:40", "tova:40", "window+4:16", "tova:16,gain=value_norm"),
+    *("fade:40|window+4:16", "h2o:9|fade:40"),
+)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -58,9 +61,9 @@ def test_a_layer_keeps_its_own_window(tiny):
     with engine(folder, ";".join(POLICIES), **options, kv_cache_memory_bytes=1 << 24) as llm:
         (group, *others) = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
         assert not others, "one block per request for all layers"
-        assert len(group.layer_names) == 6
+        assert len(group.layer_names) == len(POLICIES)
         outputs = greedy(llm, prompts, 8)
-    plan, model.generation_config.eos_token_id = Plan(tuple(map(parse_policy, POLICIES))), None
+    plan, model.generation_config.eos_token_id = Plan(tuple(map(parse_layer_policy, POLICIES))), None
     for ids, tokens in zip(prompts, outputs, strict=True):
         inputs = torch.tensor([ids])
         cache = msrnn.cache(model, plan)

@@ -52,12 +52,12 @@ def own_share(policy: LayerPolicy, kv_heads: int) -> LayerPolicy:
     if isinstance(policy, Policy):
         return policy
     processes: int = get_tensor_model_parallel_world_size()
-    rank: int = get_tensor_model_parallel_rank()
     if len(policy.heads) != kv_heads * processes:
         raise Refused(
             f"the policy has budgets for {len(policy.heads)} KV heads in a layer, and {processes} processes hold "
             f"{kv_heads} each; use a profile made for this model and no more processes than KV heads, or one by layer"
         )
+    rank: int = get_tensor_model_parallel_rank()
     return shares(policy, kv_heads)[rank]
 
 
