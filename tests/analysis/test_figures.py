@@ -65,6 +65,17 @@ def test_a_picture_shows_recent_and_older_tokens(tmp_path: Path, units: int) -> 
     assert near(path, (1, 1, 1)) > 0.3
 
 
+def test_older_is_judged_by_the_size_of_each_head(tmp_path: Path) -> None:
+    """One head holds nearly everything; the other is small and has old tokens of its own."""
+    small = window_trace(length=400, capacity=40, layers=2, keep=tuple(range(100, 140)))
+    trace = Trace([torch.cat([small.deaths[1], window_trace(length=400, capacity=390).deaths[0]], 1)], "fade:avg=215")
+    assert layers_holding(trace, 399, only_older=True).nonzero().flatten().tolist() == list(range(100, 140))
+    path = retention_map(trace, tmp_path / "map.png")
+    picture = np.asarray(Image.open(path).convert("RGB")) / 255
+    lower = picture[int(0.6 * len(picture)) : int(0.9 * len(picture)), : picture.shape[1] // 2]
+    assert (np.abs(lower - figures.OLDER).max(2) < 0.02).sum() > 50  # of what is held at the end
+
+
 def test_a_window_has_nothing_older(tmp_path: Path) -> None:
     trace = window_trace(length=400, capacity=50, layers=1)
     path = retention_map(trace, tmp_path / "map.png")

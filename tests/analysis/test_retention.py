@@ -163,11 +163,12 @@ def test_measure_gives_records_of_everything(llama: Any, tokenizer: Any, tmp_pat
     )
 
 
-def test_sampled_steps_begin_when_every_layer_that_evicts_has_begun() -> None:
+def test_sampled_steps_begin_when_every_unit_that_evicts_has_begun() -> None:
     late, never = [[99, 99, 4, 5, 99, 99]], [[99] * 6]
     assert retention.sampled_steps(trace_of(WINDOW, late)) == [4, 5]
     assert retention.sampled_steps(trace_of(WINDOW, never)) == [2, 3, 4, 5]
     assert retention.sampled_steps(trace_of(never)) == [5]
+    assert retention.sampled_steps(trace_of([WINDOW[0], late[0]])) == [4, 5]  # KV heads of their own size
 
 
 def test_a_profile_is_measured_layer_by_layer(llama: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -134,31 +135,30 @@ def _tint(cells: NDArray[np.float64], colour: tuple[float, float, float], share:
 
 def _draw_holders(axes: Axes, trace: Trace, row: int, tokens: Sequence[str] | None) -> None:
     last, count = trace.length - 1, len(trace.deaths)
-    holders = layers_holding(trace, last, row)
-    size = max(int(trace.held(layer, last)[row].sum(1).max()) for layer in range(count))
-    border = trace.length - size
-    for colour, place in ((OLDER, slice(0, border)), (RECENT, slice(border, None))):
-        where = holders[place].nonzero().flatten() + (place.start or 0)
-        axes.vlines(where.numpy(), 0, holders[where].numpy(), color=colour, linewidth=0.8)
+    old, every = (layers_holding(trace, last, row, only_older=only_older) for only_older in (True, False))
+    for colour, low, high in ((OLDER, torch.zeros_like(old), old), (RECENT, old, every)):
+        where = (high > low).nonzero().flatten()
+        axes.vlines(where.numpy(), low[where].numpy(), high[where].numpy(), color=colour, linewidth=0.8)
     axes.set(xlim=(-0.01 * trace.length, trace.length), ylim=(0, 1.38 * count), xlabel="token position")
     axes.set_ylabel("layers holding it")
     axes.set_title("what is held at the end", fontsize=10)
     axes.set_yticks([0, count // 2, count])
     if tokens is not None:
-        _label_tokens(axes, holders[:border], tokens)
+        smallest = min(int(trace.held(layer, last)[row].sum(1).min()) for layer in range(count))
+        _label_tokens(axes, old[: trace.length - smallest], every, tokens)
     hide_spines(axes)
 
 
-def _label_tokens(axes: Axes, holders: Tensor, tokens: Sequence[str]) -> None:
+def _label_tokens(axes: Axes, old: Tensor, heights: Tensor, tokens: Sequence[str]) -> None:
     """Label the old tokens that most layers hold with their text, where there is room."""
     labelled: list[int] = []
-    for place in holders.argsort(descending=True, stable=True).tolist():
-        if len(labelled) == _LABELS or holders[place] == 0:
+    for place in old.argsort(descending=True, stable=True).tolist():
+        if len(labelled) == _LABELS or old[place] == 0:
             return
-        if all(abs(place - other) > 0.08 * len(tokens) for other in (*labelled, len(holders))):
+        if all(abs(place - other) > 0.08 * len(tokens) for other in (*labelled, len(old))):
             labelled.append(place)
             axes.annotate(
-                visible(tokens[place]), (place, float(holders[place])), (2, 3), textcoords="offset points",
+                visible(tokens[place]), (place, float(heights[place])), (2, 3), textcoords="offset points",
                 fontsize=8, rotation=35, parse_math=False,
             )  # fmt: skip
 

@@ -17,9 +17,9 @@ EARLY = range(1, 25)  # the paper's tokens 2 to 25
 STEPS = 16  # steps at which the states are compared
 
 
-def layers_holding(trace: Trace, step: int, row: int = 0) -> Tensor:
+def layers_holding(trace: Trace, step: int, row: int = 0, *, only_older: bool = False) -> Tensor:
     """[T]: how many layers hold each token after `step`; a layer whose units disagree counts as a share."""
-    return _shares(trace, step, row).sum(0)
+    return _shares(trace, step, row, only_older).sum(0)
 
 
 def recent_share(trace: Trace, step: int, row: int = 0) -> Tensor:
@@ -38,9 +38,9 @@ def older(held: Tensor, step: int) -> Tensor:
 
 
 def sampled_steps(trace: Trace, row: int = 0, count: int = STEPS) -> list[int]:
-    """Evenly spaced steps to the end, from where every layer that evicts has begun to: before, states fill."""
+    """Evenly spaced steps to the end, from where every unit that evicts has begun to: before, states fill."""
     last = trace.length - 1
-    firsts = [int(deaths[row].min()) for deaths in trace.deaths]
+    firsts = [first for deaths in trace.deaths for first in deaths[row].amin(1).tolist()]
     begin = max((first for first in firsts if first <= last), default=last)
     return sorted(set(torch.linspace(begin, last, count).long().tolist()))
 
@@ -110,7 +110,7 @@ def head_agreement(trace: Trace, row: int = 0, *, only_older: bool = False) -> T
 
 
 def distinct(trace: Trace, row: int = 0) -> Tensor:
-    """[L]: distinct tokens in a layer's units together, in units of one state: 1 where they all agree."""
+    """[L]: distinct tokens in a layer's units together, in units of their mean state: 1 where all hold the same."""
     values = []
     for step in sampled_steps(trace, row):
         held = [trace.held(layer, step)[row] for layer in range(len(trace.deaths))]

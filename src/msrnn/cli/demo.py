@@ -42,11 +42,11 @@ TOPICS = ("exceptions", "naming", "objects", "raise", "with")  # of `help()`; th
 QUESTION = 'According to the text, what is the "with" statement used for?'
 HEADER = ("policy", "tokens read", "tokens held", "KV bytes", "peak memory", "tokens/s", "perplexity")
 NOTES = """\
-Tokens held: per layer, on average where layers differ. KV bytes: the state at the end. Peak memory: how far
+Tokens held: per layer, on average where layers or KV heads differ. KV bytes: the state at the end. Peak memory: how far
 this process rose above the loaded model during prefill in pieces of {piece} tokens. Tokens/s: of that prefill.
 Perplexity: of the text, every token predicted from what was held before it. full is the model as transformers runs it,
-with its own growing cache; best keeps more tokens in the bytes of tova: fewer bits a number, a capacity for each layer.
-Measured here and now: {conditions}."""
+with its own growing cache; best keeps more tokens in the bytes of tova: fewer bits a number, and slots where they help
+most. Measured here and now: {conditions}."""
 NEXT = """\
 {seconds:.0f} seconds in all. Next: msrnn chat, msrnn generate --help, msrnn info, or ask about the first chapter, which
 a small state has forgotten: python -m msrnn.cli.demo --question "According to the text, what is an exception?\""""
@@ -146,9 +146,9 @@ def _announcement(model: PreTrainedModel, turn: Turn, plans: dict[str, Plan], so
 
 
 def _capacities(policies: Plan) -> str:
-    if policies.uniform:
-        return f"{policies.average:g} tokens in every layer"
     sizes, each = [policy.capacity or 0 for policy in policies.parts], "KV head" if policies.by_head else "layer"
+    if min(sizes) == max(sizes):
+        return f"{sizes[0]} tokens in every {each}"
     return f"{min(sizes):,} to {max(sizes):,} tokens in a {each}, {policies.average:g} on average"
 
 
@@ -173,7 +173,7 @@ def _oldest_held(trace: Trace, tokenizer: Any) -> str:
     assert trace.tokens is not None
     half = layers_holding(trace, trace.length - 1)[: trace.length // 2]
     best = [place for place in half.argsort(descending=True, stable=True)[:8].tolist() if half[place] > 0]
-    words = [f"{visible(tokenizer.decode([int(trace.tokens[0, i])]))} at {i} ({half[i]:g} layers)" for i in best]
+    words = [f"{visible(tokenizer.decode([int(trace.tokens[0, i])]))} at {i} ({half[i]:.3g} layers)" for i in best]
     held = f"Some layer of {trace.policy} still holds {int((half > 0).sum()):,} of the first {len(half):,} tokens"
     return "\n" + _wrap(f"{held}, most widely {', '.join(words)}.", 2) if words else ""
 

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from dataclasses import asdict
 from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..policy import HeadPolicies, LayerPolicy, parts
@@ -136,7 +137,7 @@ def _text(facts: dict[str, Any]) -> str:
         "policy": facts["policy"],
         **_best_rows(facts),
         "length": f"{facts['length']:,} tokens",
-        "state": f"{human(facts['state_bytes'])} per sequence; slots per layer: {_run_lengths(facts['slots'])}",
+        "state": f"{human(facts['state_bytes'])} per sequence; {_slots_in_words(facts['slots'])}",
         "full cache": f"{human(facts['full_bytes'])} per sequence; {facts['ratio']:.2f} times the state",
         "one token": human(facts["token_bytes"]),
         "weights": "unknown" if weights is None else human(weights),
@@ -160,6 +161,15 @@ def _best_rows(facts: dict[str, Any]) -> dict[str, str]:
         "slots": f"{best['slots']:,} per layer on average, {best['kv']}, in at most {human(best['limit_bytes'])}",
         "profile": profile,
     }
+
+
+def _slots_in_words(slots: list[Any]) -> str:
+    """The slots of every layer; by KV head, the range over all heads: a list of them would fill the screen."""
+    if not isinstance(slots[0], list):
+        return f"slots per layer: {_run_lengths(slots)}"
+    sizes = sorted(size for heads in slots for size in heads)
+    spread = f" to {sizes[-1]:,}, {fmean(sizes):,.0f} on average" if sizes[0] < sizes[-1] else ""
+    return f"slots per KV head: {sizes[0]:,}{spread}"
 
 
 def _run_lengths(slots: list[int | None]) -> str:

@@ -114,10 +114,16 @@ def _print(trace: Trace, arguments: Namespace) -> None:
         print(json.dumps(about | {"layers": layers}))
         return
     rows = [
-        (row["layer"], row["held"], f"{row['recent']:.0%}", _first_token(row["first"]), row["oldest"]) for row in layers
+        (row["layer"], _range(row["held_by_unit"]), f"{row['recent']:.0%}", _first_token(row["first"]), row["oldest"])
+        for row in layers
     ]
     print(table(rows, ("layer", "held", "recent", "first token", "oldest kept")))
     print("recent: the share of the held tokens that stand in the newer half of the text")
+
+
+def _range(held: list[int]) -> str:
+    """16, or 5 to 40 where the heads of a layer differ."""
+    return f"{min(held):,}" if min(held) == max(held) else f"{min(held):,} to {max(held):,}"
 
 
 def _first_token(share: float) -> str:
@@ -132,6 +138,7 @@ def _summary(trace: Trace, layer: int) -> dict[str, Any]:
     return {
         "layer": layer,
         "held": int(held.sum(1).max()),
+        "held_by_unit": held.sum(1).tolist(),
         "recent": round(float(newer), 4),
         "first": round(float(held[:, 0].float().mean()), 4),
         "oldest": int(held.any(0).int().argmax()),
