@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from msrnn.analysis.policy_names import family, policy_capacity, short_name
@@ -30,6 +33,15 @@ def test_short_names_do_not_spell_out_profiles() -> None:
     assert short_name("tova:512,profile=some-model") == "tova:512 by layer"
     assert short_name("tova:256,last=1/2,profile=a,b.json") == "tova:256,last=1/2 by layer"
     assert short_name("window+4:64") == "window+4:64"
+
+
+def test_a_profile_by_kv_head_is_another_line_than_one_by_layer(tmp_path: Path) -> None:
+    for name, capacities in (("heads", [[4, 8], [6, 6]]), ("layers", [8, 4])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"capacities": capacities}))
+    heads, layers = (f"fade:6,kv=k8v4,profile={tmp_path}/{name}.json" for name in ("heads", "layers"))
+    assert short_name(heads) == "fade:6,kv=k8v4 by KV head"
+    assert (family(heads), family(layers)) == ("fade, kv=k8v4 by KV head", "fade, kv=k8v4 by layer")
+    assert policy_capacity(short_name(heads)) == 6
 
 
 @pytest.mark.parametrize(

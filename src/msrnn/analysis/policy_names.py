@@ -6,13 +6,29 @@ Policies of records are texts such as `tova:512`, `tova:256,profile=FILE`, `base
 
 from __future__ import annotations
 
+from functools import cache
+
+from ..budgets.profile import open_profile
 from ..policy import split_policy
 
 
 def short_name(policy: str) -> str:
-    """A policy as tables name it: `tova:512 by layer` where a profile gives every layer its own capacity."""
+    """A policy as tables name it: `tova:512 by layer` where a profile gives every layer its own capacity.
+
+    `fade:512 by KV head` where it gives one to every KV head.
+    """
     text = split_policy(policy)
-    return text.policy if text.profile is None else f"{text.policy} by layer"
+    return text.policy if text.profile is None else f"{text.policy} by {_owner(text.profile)}"
+
+
+@cache
+def _owner(profile: str) -> str:
+    """Whose capacities a profile has. Records outlive files: one that is gone counts as the usual kind, by layer."""
+    try:
+        capacities = open_profile(profile)["capacities"]
+    except ValueError:
+        return "layer"
+    return "KV head" if isinstance(capacities[0], list) else "layer"
 
 
 def family(policy: str) -> str:

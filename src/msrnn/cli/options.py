@@ -31,7 +31,7 @@ def add_policy(parser: Parser, *, option: bool = True) -> None:
             help="what each layer keeps: best:512, tova:512, window+4:512, h2o:512, full, ...; size in tokens, as a "
             f"fraction of the length (tova:1/8) or in bytes per sequence (tova:2GiB) (default: {POLICY})",
         )
-    group.add_argument("--profile", metavar="FILE", help="one capacity per layer: a file of msrnn calibrate")
+    group.add_argument("--profile", metavar="FILE", help="one capacity per layer or KV head: a file of msrnn calibrate")
     group.add_argument(
         "--length",
         type=integer(1),
