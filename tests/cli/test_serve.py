@@ -230,6 +230,20 @@ def test_models_that_cannot_be_bounded_are_refused(model, started, changes, reas
     assert not started
 
 
+def test_kv_heads_with_budgets_go_to_processes_whole(model, started, tmp_path):
+    """Where several processes hold a copy of a KV head, each would decide by some of its query heads only."""
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps({"capacities": [[8, 24], [30, 2]]}))
+    arguments = [model(), "--policy", "fade", "--profile", str(file)]
+    run(*arguments, "--tensor-parallel-size", "2")
+    assert started[0][1] == "fade:8|fade:24;fade:30|fade:2"
+    for option in (["--tensor-parallel-size", "4"], ["-tp", "4"], ["--tensor_parallel_size=4"]):
+        with pytest.raises(
+            Refused, match="budgets for 2 KV heads in a layer, and there are 1 per process at --tensor-parallel-size 4"
+        ):
+            run(*arguments, *option)
+
+
 @pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0"])
 def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
     monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)

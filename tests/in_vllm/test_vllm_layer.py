@@ -62,7 +62,9 @@ def test_budgets_that_do_not_fit_the_processes_are_refused(monkeypatch, processe
     from msrnn.vllm.plugin import Refused
 
     monkeypatch.setattr(shard, "get_tensor_model_parallel_world_size", lambda: processes)
-    with pytest.raises(Refused, match=f"budgets for 4 KV heads in a layer, and {processes} processes hold {kv_heads}"):
+    with pytest.raises(
+        Refused, match=f"budgets for 4 KV heads .* {kv_heads} per process at --tensor-parallel-size {processes}"
+    ):
         shard.own_share(parse_layer_policy("fade:8|fade:24|fade:16|fade:20"), kv_heads)
 
 

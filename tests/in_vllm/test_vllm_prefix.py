@@ -1,5 +1,6 @@
 """Requests that begin with a prefix start from its state, and answer as if they had read it."""
 
+import json
 import os
 import signal
 import socket
@@ -62,13 +63,15 @@ def test_a_name_that_does_not_fit_is_read_afresh(model, hf_model, texts, tmp_pat
 def test_over_http(model, tmp_path):
     """`msrnn state build`, `msrnn serve --prefix`, a chat whose system message is the prefix; /metrics has the hits.
 
-    Then prompts that begin alike: the pool is on by default.
+    Budgets by KV head, from a profile. Then prompts that begin alike: the pool is on by default.
     """
     from openai import OpenAI
 
     (tmp_path / "system.txt").write_text("You are a careful clerk who answers in one short sentence. " * 8)
     state = str(tmp_path / "system.state")
-    common = ["--policy", "tova:64", "--dtype", "float32"]
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"capacities": [[40, 56 + layer, 96 - layer] for layer in range(30)]}))
+    common = ["--policy", "fade:64", "--profile", str(profile), "--dtype", "float32"]
     command = [sys.executable, "-m", "msrnn"]
     build = [*command, "state", "build", model, "--text", str(tmp_path / "system.txt"), "--system", "-o", state]
     subprocess.run([*build, *common, "--device", "cpu"], check=True)
@@ -97,6 +100,7 @@ def test_over_http(model, tmp_path):
 
         quick = ask("clerk")
         url = f"http://127.0.0.1:{port}"
+        assert metric(url, "msrnn_capacity") == metric(url, "msrnn_request_tokens_held_max") == 40
         assert metric(url, "msrnn_prefix_hits_total") == 1
         assert metric(url, "msrnn_prefix_tokens_total") > 80
         assert ask("nobody") == quick, "read afresh"

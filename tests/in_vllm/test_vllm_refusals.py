@@ -89,6 +89,14 @@ def test_an_engine_does_not_start(tiny, kind, options, reason):
     assert "\n" not in str(refused.value)
 
 
+def test_budgets_for_another_number_of_kv_heads_do_not_start(tiny):
+    from msrnn.vllm.plugin import Refused
+
+    reason = "the policy has budgets for 3 KV heads in a layer, and there are 2 per process at"
+    with pytest.raises(Refused, match=reason), engine(tiny(LLAMA), "fade:8|fade:9|fade:10", **SMALL):
+        pytest.fail("a head has no budget")
+
+
 def test_the_same_engine_starts_without_them(tiny):
     """Or the refusals above would prove nothing."""
     with engine(tiny(LLAMA), "tova:64", **SMALL) as llm:
@@ -138,13 +146,13 @@ def plain_server(model: str, *options: str, **environment: str) -> str:
 
 
 def test_vllms_own_server_is_bounded_by_the_environment_alone(tiny, tmp_path):
-    """Without `msrnn serve`: the policy, and a folder for the metrics."""
+    """Without `msrnn serve`: the policy, and a folder for the metrics, which count the first layer's first KV head."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     metrics = tmp_path / "metrics"
     metrics.mkdir()
-    environment = plain_environment(MSRNN_POLICY="tova:16", PROMETHEUS_MULTIPROC_DIR=str(metrics))
+    environment = plain_environment(MSRNN_POLICY="fade:16|fade:40;tova:16", PROMETHEUS_MULTIPROC_DIR=str(metrics))
     with (tmp_path / "log").open("w") as log:
         command = plain_command(tiny(LLAMA), "--port", str(port), "--served-model-name", "tiny")
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -189,6 +189,7 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any
     from ..hf.geometry import geometry, slot_costs, text_config
     from ..system.sizes import human
     from ..vllm.cost import price
+    from ..vllm.refusals import check_budgets
 
     parsed = vllm_options.parsed
     config = models.config(arguments.model, revision=parsed.revision, trust_remote_code=parsed.trust_remote_code)
@@ -202,6 +203,8 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any
     length_of_fraction = arguments.length or length
     policy = resolve(policy_text(arguments), config, dtype=dtype, length=length_of_fraction, revision=parsed.revision)
     policies = plan_for(policy, len(layers), length=length_of_fraction, slot_bytes=costs)
+    for layer, own in zip(layers, policies.policies, strict=True):
+        check_budgets(own, max(1, layer.kv_heads // vllm_options.processes), vllm_options.processes)
     state, full = price(layers, policies, dtype, length)
     at_length = f"a full cache {human(full)} at {length:,} tokens"
     note(f"{policies}: a request takes {human(state)}, whatever its length; {at_length}")

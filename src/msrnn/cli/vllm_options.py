@@ -17,6 +17,7 @@ class VllmOptions:
             parser.add_argument(f"--{name}")
         for name in ("decode-context-parallel-size", "prefill-context-parallel-size", "attention-backend"):
             parser.add_argument(f"--{name}")
+        parser.add_argument("--tensor-parallel-size", "-tp")
         parser.add_argument("--long-prefill-token-threshold")
         parser.add_argument("--scheduler-cls")
         for name in ("config", "host", "uds", "shutdown-timeout"):
@@ -52,6 +53,12 @@ class VllmOptions:
                 )
         if parsed.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
             raise ValueError(f"--attention-backend {parsed.attention_backend}: the backend is msrnn's; leave it out")
+
+    @property
+    def processes(self) -> int:
+        """How many share the heads of a layer."""
+        text = self.parsed.tensor_parallel_size or "1"
+        return int(text) if text.isdigit() else 1  # vLLM itself refuses another
 
     @property
     def shutdown(self) -> int:

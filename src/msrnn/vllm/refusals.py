@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..policy import parts
+from ..policy import HeadPolicies, LayerPolicy, parts
 from . import settings
 from .plugin import Refused
 
@@ -53,6 +53,15 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
 def _foreign(transfer: Any) -> bool:
     """Whether a KV connector is configured that is not our own (`msrnn serve --prefix`)."""
     return transfer is not None and transfer.kv_connector_module_path != "msrnn.vllm.connector"
+
+
+def check_budgets(policy: LayerPolicy, kv_heads: int, processes: int) -> None:
+    """Refuse budgets by KV head that do not fit the heads of a layer, of which each of the processes holds so many."""
+    if isinstance(policy, HeadPolicies) and len(policy.heads) != kv_heads * processes:
+        raise Refused(
+            f"the policy has budgets for {len(policy.heads)} KV heads in a layer, and there are {kv_heads} per process "
+            f"at --tensor-parallel-size {processes}; use a profile of this model and no more processes than KV heads"
+        )
 
 
 def check_layer(

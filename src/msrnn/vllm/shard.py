@@ -19,6 +19,7 @@ from ..core.attention import Attention
 from ..core.slots import decides_by_age
 from ..policy import HeadPolicies, LayerPolicy, Policy
 from .plugin import Refused
+from .refusals import check_budgets
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,7 @@ def own_share(policy: LayerPolicy, kv_heads: int) -> LayerPolicy:
     """A layer's policy for this process, which holds so many of its KV heads."""
     if isinstance(policy, Policy):
         return policy
-    processes: int = get_tensor_model_parallel_world_size()
-    if len(policy.heads) != kv_heads * processes:
-        raise Refused(
-            f"the policy has budgets for {len(policy.heads)} KV heads in a layer, and {processes} processes hold "
-            f"{kv_heads} each; use a profile made for this model and no more processes than KV heads, or one by layer"
-        )
+    check_budgets(policy, kv_heads, get_tensor_model_parallel_world_size())
     rank: int = get_tensor_model_parallel_rank()
     return shares(policy, kv_heads)[rank]
 
