@@ -1,12 +1,10 @@
 """Is a capacity for every KV head worth more than one for every layer? Both at the same number of slots in all.
 
-    python experiments/head_budgets.py --data DATA --dtype float32 --length 2048 --average 128 --average 256
+    python experiments/head_budgets.py --data DATA --dtype float32 --length 2048 --average 64 --average 230
 
-On the choosing half of the books (see books.py). Curves come from one forward and one backward pass per chunk: what
-the output of each head loses with so many slots while everything else is full, D, and the gradient of the loss at
-that output, g, give the second-order estimate sum (g D)^2 / 2. Slots are then allocated along these curves, by layer
-and by KV head, and both are measured on other books. Each KV head has slots of its own here, so every capacity is
-exact: the simplest way to hold unequal heads.
+On the choosing half of the books (see books.py): the curves of all KV heads are estimated on three of seven books
+(`msrnn/budgets/estimate.py`), slots are allocated along them by layer and by KV head, and both are measured on the
+other books, in the second half of each chunk.
 """
 
 from __future__ import annotations
@@ -16,106 +14,44 @@ from typing import Any
 
 import numpy as np
 import torch
-from books import SEED, Sums, Texts, interval, load_model, novels, options, save, show, split
-from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from books import SEED, Sums, Texts, interval, load_model, measurements_path, novels, options, save, show, split
 
 from msrnn.budgets.allocate import allocate
-from msrnn.budgets.profile import plan_for
-from msrnn.core.attention import Attention
-from msrnn.core.recurrence import read
-from msrnn.core.slots import Slots
+from msrnn.budgets.by_head import HeadCurves, head_curves
+from msrnn.budgets.calibrate import Capacities, Meter, Settings, default_grid
+from msrnn.budgets.profile import allocate_average, read_profile
 from msrnn.eval.record import Record
-from msrnn.hf.geometry import geometry
 from msrnn.hf.identity import profile_identity
-from msrnn.policy import parse_policy
 from msrnn.system import provenance
 
-NAME = "msrnn_head_budgets"
-GRID = (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+def meter(model: Any, arguments: Any, texts: Texts, name: str) -> Meter:
+    settings = Settings(arguments.kind, default_grid(arguments.length), 0, arguments.batch)
+    return Meter(model, torch.cat(list(texts.values())), settings, measurements_path(arguments, f"heads-{name}"))
 
 
-class Probe:
-    """An attention function: full, with the losses of every head's output noted, or bounded by head."""
-
-    def __init__(self, kind: str, grid: Sequence[int]) -> None:
-        self.kind, self.grid = kind, grid
-        self.capacities: list[list[int]] | None = None  # [layers][KV heads]; None: full, and losses are noted
-        self.differences: dict[tuple[int, int], Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
-
-    def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> Any:
-        layer = module.layer_idx
-        if self.capacities is not None:
-            return self.bounded(query, key, value, scaling, self.capacities[layer]).transpose(1, 2), None
-        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        with torch.no_grad():
-            for size in self.grid:
-                bounded = self.bounded(query.detach(), key.detach(), value.detach(), scaling, [size] * key.shape[1])
-                self.differences[layer, size] = bounded - output
-        output.register_hook(lambda gradient: self.gradients.update({layer: gradient}))
-        return output.transpose(1, 2), None
-
-    def bounded(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, sizes: Sequence[int]) -> Tensor:
-        """[B, H, T, D]: every KV head with slots of its own."""
-        share, outputs = query.shape[1] // key.shape[1], []
-        for head, size in enumerate(sizes):
-            policy = parse_policy(f"{self.kind}:{size}")
-            own, heads = slice(head, head + 1), slice(head * share, (head + 1) * share)
-            slots = Slots.empty(policy, key[:, own], value[:, own], share)
-            outputs.append(read(slots, query[:, heads], key[:, own], value[:, own], policy, Attention(scaling)))
-        return torch.cat(outputs, 1)
+def by_layer(curves: HeadCurves, average: int) -> list[int]:
+    """Along the sum of each layer's curves."""
+    sums = [{size: sum(curve[size] for curve in layer) for size in layer[0]} for layer in curves]
+    return allocate(sums, average * len(sums))
 
 
-def curves(model: Any, probe: Probe, chunks: Sequence[Tensor], kv_heads: int) -> np.ndarray:
-    """[layers, KV heads, grid]: estimated nats per token, over the second half of the chunks."""
-    total: Any = 0.0
-    for row in chunks:
-        ids = row.to(model.device)
-        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
-        logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
-        cross_entropy(logits.float(), ids[0, 1:], reduction="sum").backward()
-        half = ids.shape[1] // 2
-        total = total + np.array(
-            [
-                [_second_order(probe, layer, size, half, kv_heads) for size in probe.grid]
-                for layer in sorted(probe.gradients)
-            ]
-        )
-    return np.moveaxis(total, 2, 1) / len(chunks)
+def by_head(curves: HeadCurves, average: int) -> tuple[tuple[int, ...], ...]:
+    pairs = [[[[size, loss] for size, loss in curve.items()] for curve in layer] for layer in curves]
+    return tuple(map(tuple, allocate_average(pairs, average)))  # type: ignore[arg-type]
 
 
-def _second_order(probe: Probe, layer: int, size: int, half: int, kv_heads: int) -> np.ndarray:
-    """[KV heads]"""
-    products = (probe.gradients[layer] * probe.differences[layer, size])[0, :, half:].sum(-1)  # [H, T]
-    by_head = products.view(kv_heads, -1, products.shape[1]).sum(1)
-    return (by_head.square().sum(-1) / (2 * products.shape[1])).double().cpu().numpy()
-
-
-@torch.no_grad()
-def losses(model: Any, probe: Probe, texts: Texts, capacities: list[list[int]]) -> Sums:
+def losses(measuring: Meter, texts: Texts, capacities: Capacities) -> Sums:
     """Nats and tokens of the second half of every chunk, by book."""
-    probe.capacities, sums = capacities, {}
-    for name, chunks in texts.items():
-        rows, half = chunks.to(model.device), chunks.shape[1] // 2
-        logits = [model(row[None], use_cache=False).logits[0, half - 1 : -1].float() for row in rows]
-        nats = [float(cross_entropy(one, row[half:], reduction="sum")) for one, row in zip(logits, rows, strict=True)]
-        sums[name] = (sum(nats), rows[:, half:].numel())
-    return sums
+    measuring.loss(capacities)
+    nats = iter(measuring.measurements[capacities]["nll"])
+    tokens = int(measuring.counted[0].sum())
+    return {name: (sum(next(nats) for _ in rows) * tokens, tokens * len(rows)) for name, rows in texts.items()}
 
 
-def by_layer(estimate: np.ndarray, grid: Sequence[int], average: int) -> list[list[int]]:
-    rows = [dict(zip(grid, row.tolist(), strict=True)) for row in estimate.sum(1)]
-    return [[size] * estimate.shape[1] for size in allocate(rows, average * len(rows))]
-
-
-def by_head(estimate: np.ndarray, grid: Sequence[int], average: int) -> list[list[int]]:
-    rows = [dict(zip(grid, row.tolist(), strict=True)) for layer in estimate for row in layer]
-    sizes = allocate(rows, average * len(rows))
-    return [sizes[i : i + estimate.shape[1]] for i in range(0, len(sizes), estimate.shape[1])]
+def longest(capacities: Sequence[int | Sequence[int]]) -> float:
+    """The largest head of a layer, on average over layers."""
+    return float(np.mean([size if isinstance(size, int) else max(size) for size in capacities]))
 
 
 def main() -> None:
@@ -123,38 +59,31 @@ def main() -> None:
     parser.add_argument("--average", type=int, action="append", required=True)
     parser.add_argument("--kind", default="fade", help="a policy that decides by KV head")
     parser.add_argument("--profile", default="SmolLM2-135M-Instruct", help="the profile by layer to compare with")
-    parser.set_defaults(length=2048, chunks=1)
+    parser.set_defaults(length=2048, chunks=1, batch=1)
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments)
-    layers = geometry(model)
-    model.requires_grad_(False)
     books = list(novels(tokenizer, split(arguments.data)[0], arguments.length, arguments.chunks).items())
-    calibrating, measuring = books[: len(books) * 3 // 7], dict(books[len(books) * 3 // 7 :])
-    grid = [size for size in GRID if size <= arguments.length // 2]
-    probe = Probe(arguments.kind, grid)
-    AttentionInterface.register(NAME, probe)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
-    model.set_attn_implementation(NAME)
-    estimate = curves(model, probe, [row[None] for _, rows in calibrating for row in rows], layers[0].kv_heads)
-    full = losses(model, probe, measuring, [[arguments.length] * layers[0].kv_heads] * len(layers))
-    print(f"{len(calibrating)} books to calibrate, {len(measuring)} to measure", flush=True)
+    first = max(1, len(books) * 3 // 7)
+    calibrating, texts = dict(books[:first]), dict(books[first:])
+    curves = head_curves(meter(model, arguments, calibrating, "curves"))
+    measuring = meter(model, arguments, texts, "losses")
+    full = losses(measuring, texts, (None,) * len(curves))
+    print(f"{len(calibrating)} books to calibrate, {len(texts)} to measure", flush=True)
     results = [_record(arguments, model, "full", None, full, 0.0)]
     for average in arguments.average:
-        plan = plan_for(f"{arguments.kind}:{average},profile={arguments.profile}", len(layers))
-        candidates = {
-            "": [[average] * layers[0].kv_heads] * len(layers),
-            " by the shipped profile": [[policy.capacity or 0] * layers[0].kv_heads for policy in plan.policies],
-            " by layer, estimated": by_layer(estimate, grid, average),
-            " by KV head, estimated": by_head(estimate, grid, average),
+        equal = (average,) * len(curves)
+        candidates: dict[str, Any] = {
+            "": equal,
+            " by the shipped profile": tuple(read_profile(arguments.profile, average)),
+            " by layer, estimated": tuple(by_layer(curves, average)),
+            " by KV head, estimated": by_head(curves, average),
         }
-        rival: Sums = {}
         for name, sizes in candidates.items():
-            sums, longest = losses(model, probe, measuring, sizes), float(np.mean([max(row) for row in sizes]))
-            rival = rival or sums
+            sums, rival = losses(measuring, texts, sizes), losses(measuring, texts, equal)
             ratio = show(interval(lambda f, p, r: (p - f) / (r - f), full, sums, rival))
             label = f"{arguments.kind}:{average}{name}"
-            print(f"{label:42} longest head of a layer {longest:6.1f}, gap {ratio} of equal capacities", flush=True)
-            results.append(_record(arguments, model, label, average, sums, longest))
+            print(f"{label:42} longest head {longest(sizes):6.1f}, gap {ratio} of equal capacities", flush=True)
+            results.append(_record(arguments, model, label, average, sums, longest(sizes)))
     save(arguments.out, results)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import msrnn
 from msrnn.budgets import by_head
+from msrnn.budgets.allocate import non_increasing
 from msrnn.budgets.by_head import calibrate_by_head, check_heads, estimate_count, head_curves
 from msrnn.budgets.calibrate import Meter, Settings, chunks_of
 from msrnn.budgets.estimate import head_losses
@@ -31,12 +32,28 @@ def meter(llama: Any, tmp_path: Path) -> Meter:
     return Meter(llama(), chunks(), QUICK, tmp_path / "measured.jsonl")
 
 
-def test_curves_are_the_mean_over_chunks(meter: Meter) -> None:
+def test_curves_are_the_mean_over_chunks_continued_as_they_fall(meter: Meter) -> None:
     curves = head_curves(meter)
-    parts = [torch.tensor(head_losses(meter.model, row, "fade", QUICK.grid, 32)) for row in meter.chunks]
-    expected = (parts[0] + parts[1]) / 2
-    assert [[list(curve) for curve in layer] for layer in curves] == [[list(QUICK.grid)] * 2] * 3
-    assert list(curves[1][0].values()) == pytest.approx(expected[1, 0].tolist(), rel=1e-3)
+    parts = [
+        torch.tensor(head_losses(meter.model, row, "fade", QUICK.grid, counted))
+        for row, counted in zip(meter.chunks, meter.counted, strict=True)
+    ]
+    means = ((parts[0] + parts[1]) / 2).tolist()
+    for layer, heads in zip(curves, means, strict=True):
+        for curve, mean in zip(layer, heads, strict=True):
+            falling = [loss for _, loss in non_increasing(dict(zip(QUICK.grid, mean, strict=True)))]
+            assert list(curve) == [4, 8, 16, 32, 64]
+            assert list(curve.values())[:4] == pytest.approx(falling, rel=1e-3)
+            assert curve[64] == pytest.approx(curve[32] ** 2 / curve[16] if curve[16] else 0, rel=1e-3)
+
+
+@pytest.mark.parametrize("goal", ["recall", "both"])
+def test_a_goal_counts_its_own_tokens(meter: Meter, tmp_path: Path, goal: Any) -> None:
+    counted = torch.zeros(2, 63, dtype=torch.bool)
+    counted[:, 50:54] = True
+    other = Meter(meter.model, meter.chunks, QUICK, tmp_path / "other.jsonl", goal, counted)
+    assert calibrate_by_head(other, [12], {}, "")["for"] == goal
+    assert head_curves(other)[0][0] != head_curves(meter)[0][0]
 
 
 def test_a_profile_by_head_is_used_as_it_says(meter: Meter, tmp_path: Path) -> None:

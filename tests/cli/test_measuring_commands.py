@@ -134,10 +134,6 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
             "decide together under h2o-layer",
         ),
         (
-            ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "fade", "--for", "recall"],
-            "--for recall works --by layer only",
-        ),
-        (
             ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "fade", "--rounds", "1"],
             "there are no joint moves --by head; leave out --rounds",
         ),

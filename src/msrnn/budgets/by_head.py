@@ -1,4 +1,4 @@
-"""Budgets by KV head: curves from gradients (`estimate.py`), an allocation over all heads, and what it is worth.
+"""Budgets by KV head: curves by gradients (`estimate.py`), an allocation over all heads, and what it is worth.
 
 Only for policies whose KV heads decide alone. A chunk's curves are one line in the file of measurements; the losses of
 the allocation itself are measured as they are by layer (`calibrate.py`).
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import log
 from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from ..hf.geometry import geometry
-from .allocate import expected_loss
+from .allocate import expected_loss, non_increasing
 from .calibrate import Meter, profile
 from .estimate import head_losses
 from .profile import allocate_average, check_by_head
@@ -35,19 +36,20 @@ def check_heads(kind: str, model: PreTrainedModel) -> None:
 def head_curves(meter: Meter) -> HeadCurves:
     """One curve per KV head, the mean over chunks. A layer's own sliding window costs nothing."""
     losses = np.mean([_chunk_losses(meter, number) for number in range(len(meter.chunks))], axis=0)
-    sizes = meter.settings.grid
+    sizes, windows = meter.settings.grid, [layer.window for layer in geometry(meter.model)]
     return [
-        [_within(dict(zip(sizes, head, strict=True)), limit) for head in layer]
-        for layer, limit in zip(losses.tolist(), meter.limits, strict=True)
+        [_continued(dict(zip(sizes, head, strict=True)), window) for head in layer]
+        for layer, window in zip(losses.tolist(), windows, strict=True)
     ]
 
 
 def _chunk_losses(meter: Meter, number: int) -> np.ndarray:
     """[layers, KV heads, sizes] of one chunk, from the file where it is there."""
-    key, sizes = ["chunk", number, list(meter.settings.grid)], meter.settings.grid
+    sizes = meter.settings.grid
+    key = ["chunk", number, list(sizes)]
     if key not in meter.measurements:
-        start, row = time.perf_counter(), meter.chunks[number]
-        result = head_losses(meter.model, row, meter.settings.policy, sizes, len(row) // 2)
+        start = time.perf_counter()
+        result = head_losses(meter.model, meter.chunks[number], meter.settings.policy, sizes, meter.counted[number])
         rounded = [[[_rounded(loss) for loss in head] for head in layer] for layer in result]
         meter.measurements.add(key, {"losses": rounded, "seconds": round(time.perf_counter() - start, 3)})
     losses = np.array(meter.measurements[key]["losses"])
@@ -55,10 +57,19 @@ def _chunk_losses(meter: Meter, number: int) -> np.ndarray:
     return losses
 
 
-def _within(curve: dict[int, float], limit: int) -> dict[int, float]:
-    """A curve up to the layer's sliding window."""
-    inside = {size: _rounded(loss) for size, loss in curve.items() if size < limit}
-    return inside | {limit: _rounded(curve[limit]) if limit == max(curve) else 0.0}
+def _continued(curve: dict[int, float], window: int | None) -> dict[int, float]:
+    """A curve to twice its largest size, falling as it did before; or up to the layer's sliding window.
+
+    A head that needs more than the largest size measured is worth it: most others need far fewer.
+    """
+    if window is not None:
+        return {size: _rounded(loss) for size, loss in curve.items() if size < window} | {window: 0.0}
+    points = non_increasing(curve)
+    if len(points) > 1:
+        (low, before), (high, last) = points[-2:]
+        fall = (last / before) ** (log(2) / log(high / low)) if before > 0 else 0.0
+        points.append((2 * high, last * fall))
+    return {size: _rounded(loss) for size, loss in points}
 
 
 def _rounded(loss: float) -> float:

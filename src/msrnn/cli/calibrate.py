@@ -31,8 +31,8 @@ the same command is given again: measurements are kept beside the profile, in OU
 text; with --for both the text and these answers.
 
 With --by head every KV head gets its own capacity, for policies whose heads decide alone (fade, h2o, tova-head). The
-losses of all heads are estimated from gradients, one chunk at a time, which takes as much memory as a training step on
-that chunk; there are no joint moves (--rounds), and it is for perplexity only.
+loss of a chunk is shared out to all heads by gradients, which takes as much memory as a training step on the chunk.
+There are no joint moves (--rounds) then.
 """
 _EXAMPLES = """\
 examples:
@@ -44,8 +44,8 @@ examples:
   msrnn calibrate --policy h2o-layer --length 1024 --chunks 2 --grid 16,64,256 --rounds 0 --average 64 -o quick.json
 
 On a GPU 8 chunks of 4,096 tokens and capacities that double are measured, then 2 rounds of joint moves; on a CPU
-2 chunks of 2,048 tokens, capacities that quadruple, and no joint moves. By KV head 8 chunks and capacities that double
-are read on both. The bar says how long it will take.
+2 chunks of 2,048 tokens, capacities that quadruple, and no joint moves. By KV head 8 chunks are
+read on both. The bar says how long it will take.
 """
 
 
@@ -119,9 +119,7 @@ def _settings(
     from ..budgets.calibrate import Settings, default_grid
 
     factor, rounds = (2, 2) if model.device.type == "cuda" else (4, 0)
-    if arguments.by == "head":  # one backward pass gives all sizes
-        factor, rounds = 2, 0
-    rounds = rounds if arguments.rounds is None else arguments.rounds
+    rounds = 0 if arguments.by == "head" else rounds if arguments.rounds is None else arguments.rounds
     grid = grid or default_grid(chunks.shape[1], factor)
     return Settings(kind, grid, rounds, batch_size(arguments, model))
 
@@ -140,9 +138,6 @@ def _kind(text: str) -> str:
 def _check_by_head(arguments: Namespace, kind: str) -> None:
     """What --by head cannot do, before a model is loaded."""
     check_by_head(kind)
-    if arguments.goal != "perplexity":
-        lost = "a fact that is lost is no small change, and gradients estimate small ones"
-        raise ValueError(f"--for {arguments.goal} works --by layer only: {lost}; leave out --for or --by head")
     if arguments.rounds:
         raise ValueError(f"--rounds {arguments.rounds}: there are no joint moves --by head; leave out --rounds")
 
