@@ -1,9 +1,10 @@
-"""Do layers of unequal capacity cost speed? A decode step with the same total of slots, equal and by a profile.
+"""Do layers or KV heads of unequal capacity cost speed? A decode step with the same total of slots, equal or not.
 
     python experiments/unequal.py --shape llama-2-7b --average 512 --batch 1 --batch 48 --batch 384
 
 The profile's capacities are those that ship for SmolLM2-135M-Instruct, stretched over the layers of the shape and
-scaled to the same total. One CUDA graph holds all layers either way; shapes stay static within each.
+scaled to the same total; by KV head, where heads decide alone, the heads of a layer have 0.4 to 1.6 of its capacity.
+One CUDA graph holds all layers either way; shapes stay static within each.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from msrnn.bench.decode import step_or_none
 from msrnn.bench.shapes import make
 from msrnn.budgets.profile import read_profile
 from msrnn.eval.record import append_lines
+from msrnn.policy import parse_policy
 from msrnn.system import provenance
 
 
@@ -29,6 +32,46 @@ def stretched(layers: int, average: int) -> list[int]:
     scaled = [max(16, round(size * average * layers / sum(sizes))) for size in sizes]
     scaled[scaled.index(max(scaled))] += average * layers - sum(scaled)
     return scaled
+
+
+def spread(size: int, kv_heads: int) -> list[int]:
+    """Capacities of so many KV heads from 0.4 to 1.6 of `size`, which is their average."""
+    heads = [round(size * (0.4 + 1.2 * head / max(kv_heads - 1, 1))) for head in range(kv_heads)]
+    heads[-1] += size * kv_heads - sum(heads)
+    return heads
+
+
+def profiles(model: PreTrainedModel, average: int, folder: Path) -> dict[str, Path]:
+    """Files with unequal capacities: by layer, and by KV head."""
+    layers = stretched(model.config.num_hidden_layers, average)
+    contents = {"by layer": layers, "by KV head": [spread(size, model.config.num_key_value_heads) for size in layers]}
+    files = {name: folder / f"{name.split()[-1]}.json" for name in contents}
+    for name, file in files.items():
+        file.write_text(json.dumps({"capacities": contents[name], "average": average}))
+    return files
+
+
+def measure(
+    arguments: argparse.Namespace, model: PreTrainedModel, kind: str, batch: int, files: dict[str, Path]
+) -> None:
+    plain = f"{kind}:{arguments.average}"
+    together = parse_policy(plain).scope == "layer"
+    policies = {"equal": plain} | {
+        name: f"{plain},profile={file}" for name, file in files.items() if not (together and name == "by KV head")
+    }
+    rows = {name: step_or_none(model, policy, batch, arguments.context) for name, policy in policies.items()}
+    if None in rows.values():
+        print(f"{plain}, batch {batch}: does not fit", flush=True)
+        return
+    equal = rows["equal"]["median_s"]  # type: ignore[index]
+    times = [
+        f"{name} {row['median_s'] * 1e3:.3f} ms ({row['median_s'] / equal:.3f})" for name, row in rows.items() if row
+    ]
+    print(f"{plain}, batch {batch}: {', '.join(times)}", flush=True)
+    if arguments.out:
+        about = {"machine": provenance.machine(torch.device(arguments.device)), "date": provenance.now()}
+        about |= {"shape": arguments.shape, "commit": provenance.commit()}
+        append_lines(arguments.out, [row | about | {"capacities": name} for name, row in rows.items() if row])
 
 
 def main() -> None:
@@ -42,24 +85,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = make(arguments.shape, torch.bfloat16 if arguments.device == "cuda" else torch.float32, arguments.device)
-    sizes = stretched(model.config.num_hidden_layers, arguments.average)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"capacities": sizes, "average": arguments.average}, file)
-        file.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        files = profiles(model, arguments.average, Path(folder))
         for kind in arguments.kind or ("tova", "fade"):
             for batch in arguments.batch or (1, 48):
-                policies = (f"{kind}:{arguments.average}", f"{kind}:{arguments.average},profile={file.name}")
-                rows = [step_or_none(model, policy, batch, arguments.context) for policy in policies]
-                if None in rows:
-                    print(f"{kind}, batch {batch}: does not fit")
-                    continue
-                equal, unequal = (row["median_s"] * 1e3 for row in rows if row)
-                print(f"{kind}:{arguments.average}, batch {batch}: equal {equal:.3f} ms, "
-                      f"{min(sizes)} to {max(sizes)} slots {unequal:.3f} ms, ratio {unequal / equal:.3f}")  # fmt: skip
-                if arguments.out:
-                    about = {"machine": provenance.machine(torch.device(arguments.device)), "date": provenance.now()}
-                    about |= {"shape": arguments.shape, "commit": provenance.commit(), "capacities": sizes}
-                    append_lines(arguments.out, [row | about for row in rows if row])
+                measure(arguments, model, kind, batch, files)
 
 
 if __name__ == "__main__":
