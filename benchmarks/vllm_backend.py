@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from msrnn.core.attention import Attention
-from msrnn.core.recurrence import read as read_text
-from msrnn.core.slots import Slots
-from msrnn.policy import Policy, parse_policy
+from msrnn.core.heads import LayerSlots, empty_slots, parts_of
+from msrnn.core.heads import read as read_text
+from msrnn.policy import LayerPolicy, parse_layer_policy, parts
 from msrnn.system.provenance import command, commit, machine, now, versions
 from msrnn.vllm.batch import Batch, StaticInputs, attend, batch_of
 from msrnn.vllm.block import Layout
@@ -35,6 +35,7 @@ POLICIES = (
     *("tova:48", "tova-head:48", "tova-query-head:48", "window+4:48"),
     *("h2o:48", "h2o-layer:48", "fade:48", "tova+2:48,last=8,momentum=0.5"),
     *("tova:48,gain=value_norm", "h2o:48,gain=value_norm"),
+    *("fade:48|fade:20|fade:31", "tova-head:30|tova-head:48|h2o:7,kv=int8"),
 )
 SHAPES = {"cuda": "32,8,128,1024,16384,1,32,128", "cpu": "9,3,64,256,2176,1,8"}
 LAYERS = 8  # different memory each, so that nothing is left in a cache from one to the next
@@ -65,8 +66,8 @@ def main() -> None:
 
 
 def blocks_of(
-    policy: Policy, shape: tuple[int, int, int], count: int, dtype: torch.dtype, device: torch.device
-) -> Slots:
+    policy: LayerPolicy, shape: tuple[int, int, int], count: int, dtype: torch.dtype, device: torch.device
+) -> LayerSlots:
     """As vLLM gives memory: one run of bytes per block, with what an earlier request left in them."""
     heads, kv_heads, size = shape
     layout = Layout(policy, heads, kv_heads, size, size, dtype)
@@ -79,7 +80,7 @@ def check(text: str, device: torch.device, dtype: torch.dtype = torch.float32) -
 
     `error` is the largest difference from each text read alone.
     """
-    policy, attention, homes = parse_policy(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
+    policy, attention, homes = parse_layer_policy(text), Attention(SIZE**-0.5), [5, 2, 7, 3]
     torch.manual_seed(0)
     texts = [
         [torch.randn(160, n, SIZE, device=device, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in homes
@@ -90,13 +91,14 @@ def check(text: str, device: torch.device, dtype: torch.dtype = torch.float32) -
         _run(blocks, policy, attention, homes, texts, read, got, sizes)
     _replay(blocks, policy, attention, homes, texts, read, got, steps=20)
     errors = []
-    for count, parts, (query, key, value) in zip(read, got, texts, strict=True):
-        alone = Slots.empty(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
+    for count, pieces, (query, key, value) in zip(read, got, texts, strict=True):
+        alone = empty_slots(policy, *(tensor.transpose(0, 1)[None] for tensor in (key, value)), HEADS)
         new = (tensor[:count].transpose(0, 1)[None] for tensor in (query, key, value))
         want = read_text(alone, *new, policy, attention)[0].transpose(0, 1)
-        errors.append(float((torch.cat(parts) - want).abs().max()))
-    held = int((blocks.positions[homes] >= 0).sum(-1).max())
-    right = max(errors) < (1e-4 if dtype == torch.float32 else 3e-2) and held <= (policy.capacity or 0)
+        errors.append(float((torch.cat(pieces) - want).abs().max()))
+    held = [int((slots.positions[homes] >= 0).sum(-1).max()) for slots in parts_of(blocks)]
+    bounded = all(most <= (part.capacity or 0) for most, part in zip(held, parts(policy), strict=True))
+    right = max(errors) < (1e-4 if dtype == torch.float32 else 3e-2) and bounded
     graph = device.type == "cuda"
     row = {
         "kind": "backend",
@@ -104,7 +106,7 @@ def check(text: str, device: torch.device, dtype: torch.dtype = torch.float32) -
         "dtype": str(dtype),
         "right": right,
         "error": max(errors),
-        "held": held,
+        "held": max(held),
         "read": read,
     }
     print(row | {"graph": graph}, flush=True)
@@ -112,8 +114,8 @@ def check(text: str, device: torch.device, dtype: torch.dtype = torch.float32) -
 
 
 def _run(
-    blocks: Slots,
-    policy: Policy,
+    blocks: LayerSlots,
+    policy: LayerPolicy,
     attention: Attention,
     homes: list[int],
     texts: list[list[Tensor]],
@@ -141,8 +143,8 @@ def _run(
 
 
 def _replay(
-    blocks: Slots,
-    policy: Policy,
+    blocks: LayerSlots,
+    policy: LayerPolicy,
     attention: Attention,
     homes: list[int],
     texts: list[list[Tensor]],
@@ -171,11 +173,11 @@ def _replay(
     def call() -> None:
         attend(blocks, batch, *new, policy, attention, output)
 
-    parts = list(blocks.tensors().values())
-    before = [part.clone() for part in parts]
+    memory = [tensor for slots in parts_of(blocks) for tensor in slots.tensors().values()]
+    before = [tensor.clone() for tensor in memory]
     replay = _graphed(call) if device.type == "cuda" else call
-    for part, old in zip(parts, before, strict=True):
-        part.copy_(old)
+    for tensor, old in zip(memory, before, strict=True):
+        tensor.copy_(old)
     for _ in range(steps):
         for i in range(len(homes)):
             for n in range(3):
@@ -196,10 +198,10 @@ def _graphed(call: Callable[[], None]) -> Callable[[], None]:
 def timed(shape: list[int], batch: int, device: torch.device) -> dict[str, object]:
     """A layer's step for so many requests with full slots, and attention to a full cache."""
     heads, kv_heads, size, capacity, context = shape[:5]
-    policy, attention = parse_policy(f"tova:{capacity}"), Attention(size**-0.5)
+    policy, attention = parse_layer_policy(f"tova:{capacity}"), Attention(size**-0.5)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layers = [blocks_of(policy, (heads, kv_heads, size), batch + 1, dtype, device) for _ in range(LAYERS)]
-    for blocks in layers:
+    for (blocks,) in map(parts_of, layers):
         blocks.keys.normal_()
         blocks.values.normal_()
         blocks.positions.copy_(torch.arange(capacity + 1, device=device).expand_as(blocks.positions))

@@ -187,12 +187,13 @@ def test_what_fits_goes_first():
     assert fit.next.tolist() == [48, 40]
     assert segment.places.tolist() == list(range(48, 60))
     assert segment.tokens.shape == (1, 64), "a compiled length"
-    assert not segment.partial
+    assert segment.least == 48
 
 
-def test_layers_share_their_indices_and_read_nothing_back(monkeypatch):
-    """The host knows all that it needs: no layer asks the device for a number."""
-    requests = Requests("tova:48", Attention(SIZE**-0.5), 0)
+@pytest.mark.parametrize("text", ["tova:48", "fade:30|fade:48|fade:70"])
+def test_layers_share_their_indices_and_read_nothing_back(monkeypatch, text):
+    """The host knows all that it needs: no layer, or KV head with a budget, asks the device for a number."""
+    requests = Requests(text, Attention(SIZE**-0.5), 0)
     requests.mixed(3)
     seen, sizes = requests.seen, [60, 1, 30]
     batch = batch_of(torch.tensor(requests.homes[:3]), torch.tensor(seen[:3]), [0, 60, 61, 91], seen[:3])
@@ -218,6 +219,20 @@ def test_a_rehearsal_needs_no_blocks_of_vllms():
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for count in (5, 256):  # fewer tokens than any graph has, too
             rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9)
+
+
+@pytest.mark.parametrize("gpu, most", [(False, 30), (True, 16)])
+def test_a_plan_depends_on_slots_only_where_memory_is_short(monkeypatch, gpu, most):
+    """30 rows; on a GPU no more than 16 are read at once."""
+    sizes = Sizes(room=0, slots=513, heads=32, slot_bytes=4096, varlen=True, gpu=gpu)
+    assert sizes.shared(30) == sizes._replace(slots=99, heads=8).shared(30)
+    chunk = reads.TAILS[-1] if gpu else reads.CHUNK
+    row = sizes._row_bytes(chunk)
+    monkeypatch.setattr(reads, "_BYTES", row * most)
+    assert sizes.shared(30) != sizes
+    monkeypatch.setattr(reads, "_BYTES", row * most - 1)
+    assert sizes.shared(30) == sizes
+    assert sizes.shared(most - 1) != sizes
 
 
 def test_every_group_of_rows_finds_a_graph():

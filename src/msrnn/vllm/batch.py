@@ -42,9 +42,10 @@ class Batch:
 
     def reads(self, sizes: Sizes) -> Reads:
         """The indices that a part of a layer needs, shared by all alike."""
-        if sizes not in self.plans:
-            self.plans[sizes] = plan(self.blocks, self.rows, sizes)
-        return self.plans[sizes]
+        shared = sizes.shared(len(self.rows))
+        if shared not in self.plans:
+            self.plans[shared] = plan(self.blocks, self.rows, sizes)
+        return self.plans[shared]
 
 
 class StaticInputs:
@@ -214,9 +215,10 @@ def _read_segment(
 def _gather(blocks: Slots, segment: Segment, attention: Attention) -> Slots:
     """The slots of a segment's rows."""
     rows: dict[str, Any] = {name: tensor[segment.blocks] for name, tensor in blocks.tensors().items()}
-    slots = replace(blocks, **rows | {"seen": segment.seen.clone()}, fed=segment.filled)
+    count = blocks.positions.shape[2]
+    slots = replace(blocks, **rows | {"seen": segment.seen.clone()}, fed=0 if segment.fresh else count)
     if segment.begins:
         empty_new(slots)
-    if segment.partial or attention.window is not None:
+    if segment.least < count - 1 or attention.window is not None:  # empty slots, also between others
         zero_empty(slots)
     return slots

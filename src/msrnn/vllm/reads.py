@@ -47,6 +47,12 @@ class Sizes(NamedTuple):
         """How many rows with a chunk of `size` tokens are read together."""
         return max(1, _BYTES // self._row_bytes(size))
 
+    def shared(self, rows: int) -> Sizes:
+        """What the plan of a batch with so many rows depends on: on slots only where memory limits the rows at once."""
+        most, chunk = (min(rows, ROWS[-1]), TAILS[-1]) if self.gpu else (rows, CHUNK)
+        limited = self.rows_at_once(chunk) < most
+        return self if limited else self._replace(slots=0, heads=0, slot_bytes=0)
+
     def graph_rows(self) -> int:
         """How many rows a CUDA graph may read: a chunk of larger ones keeps the GPU busy without."""
         return max(1, _GRAPH_BYTES // self._row_bytes(TAILS[-1]))
@@ -84,8 +90,7 @@ class Segment:
 
     The output of padded token padded[i] belongs to places[i] of the batch. `spaced`, where rows have no padding and lie
     at equal distances: the first token's place and the distance. begins: blocks that must be empty first.
-    `filled`: slots at or past this one are surely empty (rows of unequal length leave gaps); `partial`: some row has
-    empty slots.
+    `fresh`: no row has read anything, so all slots are empty; `least`: the fewest tokens that a row has read.
     """
 
     blocks: Tensor
@@ -96,8 +101,8 @@ class Segment:
     places: Tensor
     spaced: tuple[int, int] | None
     begins: bool
-    filled: int
-    partial: bool
+    fresh: bool
+    least: int
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """tensor [tokens, ...] of the batch -> [B, T, ...], as a view where rows are spaced."""
@@ -310,8 +315,8 @@ class _SegmentArrays(NamedTuple):
     ragged: bool
     spaced: tuple[int, int] | None
     begins: bool
-    filled: int
-    partial: bool
+    fresh: bool
+    least: int
 
 
 def _segment(rows: list[Row], copy: _Copy, sizes: Sizes) -> _SegmentArrays:
@@ -331,8 +336,8 @@ def _segment(rows: list[Row], copy: _Copy, sizes: Sizes) -> _SegmentArrays:
         ragged=bool((size < width).any()),
         spaced=_spaced(start, size, width),
         begins=bool((seen == 0).any()),
-        filled=0 if not sizes.gpu and not seen.any() else sizes.slots,
-        partial=bool((seen < sizes.slots - 1).any()),
+        fresh=not sizes.gpu and not seen.any(),
+        least=int(seen.min()),
     )
 
 
@@ -364,6 +369,6 @@ def _make_segment(segment: _SegmentArrays, tensors: list[Tensor], blocks: Tensor
         places=part["places"],
         spaced=segment.spaced,
         begins=segment.begins,
-        filled=segment.filled,
-        partial=segment.partial,
+        fresh=segment.fresh,
+        least=segment.least,
     )
