@@ -173,14 +173,18 @@ def test_kv_heads_with_slots_of_their_own(page, playground, profile_by_head):
     client = playground(profiles=(profile_by_head,), policy=f"fade:16,profile={profile_by_head}")
     begin(page, client)
     all_shown(page)
+    run = next(iter(client.server.scheduler.runs.values()))
     page.locator("#slots").scroll_into_view_if_needed()
     for layer, sizes in enumerate([[5, 27], [20, 12]]):
         page.fill("#slots-layer", str(layer))
         for head, size in enumerate(sizes):
             page.select_option("#slots-unit", str(head))
             expect(page.locator("#slots-about")).to_contain_text(f"{size} of {size} slots in use")
+            expect(page.locator("#slots-about")).to_contain_text(f"but none of the newest {size // 2}.")
             expect(page.locator("#slots .chip")).to_have_count(size)
-    run = next(iter(client.server.scheduler.runs.values()))
+            unit, end = run.reading.lanes[0].slots(layer)["units"][head], run.reading.seen - size // 2
+            free = [pair for pair in zip(unit["scores"], unit["positions"], strict=True) if pair[1] <= end]
+            expect(page.locator("#slots .lowest")).to_have_attribute("data-token", str(min(free)[1]))
     units = [set(unit["positions"]) for layer in range(2) for unit in run.reading.lanes[0].slots(layer)["units"]]
     for token in range(run.reading.seen - 40, run.reading.seen):
         holding = sum(token in unit for unit in units)

@@ -57,6 +57,7 @@ def test_a_recording_has_the_capacities_and_slots_of_every_kv_head(model, tokeni
     lane = recording["meta"]["lanes"][0]
     assert lane["policy"] == "fade:avg=20.25"
     assert lane["capacities"] == [[5, 40], [30, 6]]
+    assert (lane["first"], lane["last"]) == ([[0, 0], [0, 0]], [[2, 20], [15, 3]])
     assert lane["units"] == [2, 2]
     slots = [[len(unit["positions"]) for unit in layer["units"]] for layer in recording["slots"][0]]
     assert slots == [[5, 40], [30, 6]]

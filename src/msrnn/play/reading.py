@@ -22,7 +22,7 @@ from ..core.heads import units_of
 from ..core.trace import ALIVE, Trace
 from ..hf.cost import cost
 from ..hf.geometry import geometry
-from ..policy import Plan, PolicyLike, full
+from ..policy import HeadPolicies, Plan, PolicyLike, full, parts
 from ..rnn import RNN, RNNState
 from .observe import LayerObserver, observe
 
@@ -142,14 +142,23 @@ class Reading:
 
 
 def describe_plan(plan: Plan, model: PreTrainedModel, text: str) -> Message:
-    """A policy as the page shows it: its text, its capacities by layer or KV head, the units of each layer."""
+    """A policy as the page shows it: its text, the units of each layer, and what they keep and protect."""
     layers = geometry(model)
     return {
         "policy": text,
         "capacities": plan.capacities,
+        "first": _by_unit(plan, "first"),
+        "last": _by_unit(plan, "last"),
         "units": [units_of(p, layer.heads, layer.kv_heads) for p, layer in zip(plan.policies, layers, strict=True)],
         "by_age": all(policy.blind for policy in plan.parts),
     }
+
+
+def _by_unit(plan: Plan, name: str) -> list[int | list[int]]:
+    """A setting of every layer, or of each of its KV heads where they have slots of their own."""
+    by_layer = [[getattr(part, name) for part in parts(policy)] for policy in plan.policies]
+    pairs = zip(plan.policies, by_layer, strict=True)
+    return [values if isinstance(policy, HeadPolicies) else values[0] for policy, values in pairs]
 
 
 def full_bytes(model: PreTrainedModel, length: int) -> int:

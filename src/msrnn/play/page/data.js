@@ -35,7 +35,7 @@ class Lane {
   constructor(about) {
     this.policy = about.policy;
     this.units = about.units;
-    this.capacities = about.capacities || [];
+    this.about = about;
     this.byAge = about.by_age;
     this.layers = about.units.length;
     this.rowStart = [];
@@ -117,10 +117,10 @@ class Lane {
     return this.bytes[low][1];
   }
 
-  // How many tokens a unit may hold: KV heads of one layer may differ. Nothing where it is not known.
-  capacity(layer, unit) {
-    const sizes = this.capacities[layer];
-    return Array.isArray(sizes) ? sizes[unit] : sizes;
+  // A unit's number in one of the policy's lists: KV heads of one layer may differ. 0 where it is not known.
+  setting(name, layer, unit) {
+    const values = (this.about[name] || [])[layer];
+    return (Array.isArray(values) ? values[unit] : values) || 0;
   }
 
   // What became of a token, layer by layer: how many units hold it, when the last one dropped it, its score then.

@@ -150,12 +150,13 @@ class SlotsPanel {
     const fresh = unit && app.shown - this.fetched.seen >= 0 && app.shown - this.fetched.seen <= 128;
     if (fresh) unit.positions.forEach((position, i) => scores.set(position, unit.scores[i]));
     let tokens = this.lane.heldBy(this.layer, this.unit, app.shown);
-    const known = tokens.filter((token) => scores.has(token));
+    const [capacity, first, last] = ["capacities", "first", "last"].map((name) => this.lane.setting(name, this.layer, this.unit));
+    const known = tokens.filter((token) => scores.has(token) && token >= first && token <= app.shown - last); // free in the next step
     const lowest = this.lane.byAge || !known.length ? null : known.reduce((a, b) => (scores.get(b) < scores.get(a) ? b : a));
     if (this.orderSelect.value === "score") tokens.sort((a, b) => (scores.get(a) ?? Infinity) - (scores.get(b) ?? Infinity) || a - b);
-    const capacity = this.lane.capacity(this.layer, this.unit);
     const count = capacity ? `${countOf(tokens.length)} of ${countOf(capacity)} slots in use` : `${countOf(tokens.length)} tokens held`;
-    const rule = this.lane.byAge ? "this policy drops by age, whatever the score" : "the lowest score leaves next";
+    const safe = [first && `the first ${countOf(first)}`, last && `the newest ${countOf(last)}`].filter(Boolean).join(" or ");
+    const rule = this.lane.byAge ? "this policy drops by age, whatever the score" : `the lowest score leaves next${safe && `, but none of ${safe}`}`;
     this.about.textContent = fresh ? `${count} after token ${countOf(this.fetched.seen - 1)}; bar: score, ${rule}.` : `${count}. Scores are shown at the newest token.`;
     const more = tokens.length - CHIPS;
     tokens = tokens.slice(0, CHIPS);
