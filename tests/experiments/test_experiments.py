@@ -148,6 +148,23 @@ def test_budgets_end_to_end(
     assert ("budgets-code", "tova:32") in results
 
 
+@pytest.mark.slow
+def test_head_budgets_end_to_end(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import head_budgets
+
+    profile, out = tmp_path / "profile.json", tmp_path / "heads.jsonl"
+    profile.write_text('{"capacities": [4, 36], "average": 20}')
+    options = ["--data", str(data), "--model", model, "--length", "64", "--out", str(out), "--profile", str(profile)]
+    run(head_budgets, monkeypatch, *options, "--average", "20")
+    assert "1 books to calibrate, 1 to measure" in capsys.readouterr().out
+    results = {record.policy.removeprefix("fade:20"): record for record in read_records(out)}
+    assert list(results)[1:] == ["", " by the shipped profile", " by layer, estimated", " by KV head, estimated"]
+    assert results[""].settings["longest"] == 20 < results[" by KV head, estimated"].settings["longest"]
+    assert len({record.value for record in results.values()}) == 5
+
+
 @pytest.mark.parametrize("count", ["slots", "state"])
 def test_candidates_for_best_fit_into_the_bytes_of_plain_slots(
     data: Path,
