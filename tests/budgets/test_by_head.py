@@ -35,7 +35,7 @@ def meter(llama: Any, tmp_path: Path) -> Meter:
 def test_curves_are_the_mean_over_chunks_continued_as_they_fall(meter: Meter) -> None:
     curves = head_curves(meter)
     parts = [
-        torch.tensor(head_losses(meter.model, row, "fade", QUICK.grid, counted))
+        torch.stack(head_losses(meter.model, row, "fade", QUICK.grid, counted))
         for row, counted in zip(meter.chunks, meter.counted, strict=True)
     ]
     means = ((parts[0] + parts[1]) / 2).tolist()

@@ -50,7 +50,7 @@ def _chunk_losses(meter: Meter, number: int) -> np.ndarray:
     if key not in meter.measurements:
         start = time.perf_counter()
         result = head_losses(meter.model, meter.chunks[number], meter.settings.policy, sizes, meter.counted[number])
-        rounded = [[[_rounded(loss) for loss in head] for head in layer] for layer in result]
+        rounded = [[[_rounded(loss) for loss in head] for head in layer.tolist()] for layer in result]
         meter.measurements.add(key, {"losses": rounded, "seconds": round(time.perf_counter() - start, 3)})
     losses = np.array(meter.measurements[key]["losses"])
     meter.on_measured(f"chunk {number + 1}", float(losses.sum(axis=(0, 1)).mean()))

@@ -1,11 +1,15 @@
-"""Curves by KV head: how much of the loss of a bounded model is due to each head, from gradients.
+"""Curves by KV head: what each head loses with fewer slots, from gradients instead of a forward pass for every head.
 
-To measure every head alone takes a forward pass for each head and size. One backward pass shares a size's loss out to
-all heads. Let D be the difference between a head's bounded and full output at a token, in a model in which every head
-has so many slots, and g the gradient at that output of the KL divergence to the full model. Along the straight way from
-the full model (D times 0) to the bounded one (D times 1) the divergence begins at 0 with slope 0 and ends with slope
-g . D, so a head's share is about the sum over tokens of g . D / 2. The gradient is taken in the bounded model because a
-sure prediction has none: a head whose retrieval makes the model sure would seem to cost nothing.
+D is the difference between a head's bounded and full output at a token. Two estimates, whose mean is taken:
+
+- Alone: the other heads are full. With g the gradient of the loss, the loss grows by about the sum over tokens of
+  (g . D)^2 / 2, the second-order term with the Fisher information as Hessian. One backward pass serves all sizes.
+- Together: all heads have the same size. Along the straight way from the full model (D times 0) to the bounded one (D
+  times 1) the KL divergence from the full model begins at 0 with slope 0 and ends with slope g . D, with g its gradient
+  at the end, so a head's share is about the sum over tokens of g . D / 2. One backward pass for each size.
+
+The first is blind where the full model is sure of a token: there is no gradient, though a head that loses what it
+retrieves changes everything. The second is not, but may give a head that others outweigh a share below 0.
 """
 
 from __future__ import annotations
@@ -18,84 +22,139 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
+from torch.nn.functional import kl_div, nll_loss
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..core.attention import Attention
 from ..core.recurrence import read
 from ..core.slots import Slots
 from ..hf.geometry import Geometry, geometry, text_config
-from ..policy import Policy, parse_policy, split_policy
+from ..policy import Policy, full, parse_policy, split_policy
 
 NAME = "msrnn-estimate"
-HeadLosses = list[list[list[float]]]  # by layer, KV head and size
 
 
-def head_losses(model: PreTrainedModel, ids: Tensor, kind: str, sizes: Sequence[int], counted: Tensor) -> HeadLosses:
-    """Each head's share of the nats that a counted token loses. ids [T]; counted [T - 1], column i is of token i + 1.
+def head_losses(model: PreTrainedModel, ids: Tensor, kind: str, sizes: Sequence[int], counted: Tensor) -> list[Tensor]:
+    """For every layer [KV heads, sizes]: nats per counted token. ids [T]; counted [T - 1], column i is of token i + 1.
 
     For curves that do not depend on where a chunk ends, no size may exceed the first counted column.
     """
-    rows, probe, results = ids[None].to(model.get_input_embeddings().weight.device), _Probe(model), []
+    policies = [parse_policy(split_policy(kind).with_size(size)) for size in sizes]
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    with torch.enable_grad():
+        alone, target = losses_alone(model, ids, policies, counted)
+        together = losses_together(model, ids, policies, counted, target)
+    return [(one + other.clamp(min=0)) / 2 for one, other in zip(alone, together, strict=True)]
+
+
+def losses_alone(
+    model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], counted: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """For every layer [KV heads, policies], all other heads full; and the full model's log probabilities."""
+    probe = _Alone(model, policies, _first(counted))
     with _probing(model, probe):
-        with torch.no_grad():
-            full = _log_probabilities(model, rows, counted)
-        for size in sizes:
-            probe.policy = parse_policy(split_policy(kind).with_size(size))
-            with torch.enable_grad():
-                bounded = _log_probabilities(model, rows, counted)
-                kl_div(bounded, full, reduction="sum", log_target=True).backward()  # type: ignore[no-untyped-call]
-            del bounded  # free it before the next size makes its own
-            results.append([probe.shares[layer.index] / len(full) for layer in geometry(model)])
-    return [torch.stack(layer, 1).tolist() for layer in zip(*results, strict=True)]
+        output = _log_probabilities(model, ids, counted)
+        labels = ids[1:][counted.to(ids.device)].to(output.device)
+        nll_loss(output, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+    return [probe.losses[layer.index] / len(labels) for layer in geometry(model)], output.detach()
+
+
+def losses_together(
+    model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], counted: Tensor, target: Tensor
+) -> list[Tensor]:
+    """For every layer [KV heads, policies]: the heads' shares of the divergence from `target`."""
+    columns = []
+    for policy in policies:
+        probe = _Together(model, policy)
+        with _probing(model, probe):
+            output = _log_probabilities(model, ids, counted)
+            kl_div(output, target, reduction="sum", log_target=True).backward()  # type: ignore[no-untyped-call]
+        columns.append([probe.losses[layer.index] / len(target) for layer in geometry(model)])
+        del output  # free it before the next policy makes its own
+    return [torch.stack(layer, 1) for layer in zip(*columns, strict=True)]
+
+
+def _first(counted: Tensor) -> int:
+    return int(counted.nonzero()[0])
 
 
 def _log_probabilities(model: PreTrainedModel, ids: Tensor, counted: Tensor) -> Tensor:
     """[counted tokens, vocabulary]. Logits are made from the first of them on, where the model can leave out others."""
-    start = int(counted.nonzero()[0])
+    start = _first(counted)
     takes = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"logits_to_keep": ids.shape[1] - start} if takes else {}
-    logits: Tensor = model(ids, use_cache=False, **options).logits[0, start - ids.shape[1] : -1]
+    options: dict[str, Any] = {"logits_to_keep": len(ids) - start} if takes else {}
+    logits: Tensor = model(ids[None], use_cache=False, **options).logits[0, start - len(ids) : -1]
     return logits[counted[start:].to(logits.device)].float().log_softmax(-1)
 
 
 class _Probe:
-    """The model's own attention, or with a policy the bounded one: its outputs, and the gradient of the model's own.
-
-    That is the gradient with D held constant, as the estimate needs it.
-    """
+    """An attention function: the model's own, and what a bounded one would change."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.own: str = text_config(model)._attn_implementation
-        self.policy: Policy | None = None
         self.layers = {layer.index: layer for layer in geometry(model)}
-        self.shares = dict[int, Tensor]()  # layer -> [KV heads]
+        self.losses = dict[int, Tensor]()
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, Any]:
         """query [B, H, T, D] -> [B, T, H, V]"""
-        output, weights = self._own_attention(module)(module, query, key, value, mask, **options)
-        if self.policy is None:
-            return output, weights
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = AttentionInterface().get_interface(self.own, eager)
+        output, weights = own(module, query, key, value, mask, **options)
         layer, tokens = self.layers[module.layer_idx], (query.detach(), key.detach(), value.detach())
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         attention = Attention(scale, options.get("softcap"), layer.window, options.get("s_aux"))
-        slots = Slots.empty(self.policy, *tokens[1:], layer.heads, layer.window)
-        with torch.no_grad():
-            difference = read(slots, *tokens, self.policy, attention).transpose(1, 2) - output
+
+        def bounded(policy: Policy) -> Tensor:
+            """[B, T, H, V] in float32: of the first estimate, a square, rounding would be a part."""
+            query, key, value = (token.float() for token in tokens)
+            slots = Slots.empty(policy, key, value, layer.heads, layer.window)
+            return read(slots, query, key, value, policy, attention).transpose(1, 2)
+
+        return self.attend(layer, output, torch.no_grad()(bounded)), weights
+
+    def attend(self, layer: Geometry, output: Tensor, bounded: Callable[[Policy], Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class _Alone(_Probe):
+    """losses: layer -> [KV heads, policies], over the tokens from `start` on."""
+
+    def __init__(self, model: PreTrainedModel, policies: Sequence[Policy], start: int) -> None:
+        super().__init__(model)
+        self.policies, self.start = policies, start
+
+    def attend(self, layer: Geometry, output: Tensor, bounded: Callable[[Policy], Tensor]) -> Tensor:
+        def add(gradient: Tensor) -> None:
+            reference, columns = bounded(full()), []
+            for policy in self.policies:
+                products = (gradient * (bounded(policy) - reference))[0, self.start :].sum(-1)  # [T - start, H]
+                by_head = products.view(len(products), layer.kv_heads, -1).sum(-1)
+                columns.append(by_head.double().square().sum(0) / 2)
+            self.losses[layer.index] = torch.stack(columns, 1).cpu()
+
+        output.register_hook(add)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Together(_Probe):
+    """losses: layer -> [KV heads]. Outputs are bounded; gradients are the model's own, which is to hold D constant."""
+
+    def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
+        super().__init__(model)
+        self.policy = policy
+
+    def attend(self, layer: Geometry, output: Tensor, bounded: Callable[[Policy], Tensor]) -> Tensor:
+        difference = bounded(self.policy).to(output.dtype) - output.detach()
+
+        def add(gradient: Tensor) -> None:
+            by_query_head = (gradient.float() * difference).sum((0, 1, 3), dtype=torch.float64)
+            self.losses[layer.index] = by_query_head.view(layer.kv_heads, -1).sum(1).cpu() / 2
+
         output = output + difference
-        output.register_hook(lambda gradient: self._share(layer, gradient, difference))
-        return output, weights
-
-    def _own_attention(self, module: Any) -> Callable[..., Any]:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return AttentionInterface().get_interface(self.own, eager)  # type: ignore[no-any-return]
-
-    def _share(self, layer: Geometry, gradient: Tensor, difference: Tensor) -> None:
-        """gradient and difference [B, T, H, V]"""
-        by_query_head = (gradient.float() * difference).sum((0, 1, 3), dtype=torch.float64)
-        self.shares[layer.index] = by_query_head.view(layer.kv_heads, -1).sum(1).cpu() / 2
+        output.register_hook(add)  # type: ignore[no-untyped-call]
+        return output
 
 
 @contextmanager
