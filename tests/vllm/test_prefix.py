@@ -11,8 +11,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import msrnn
 from msrnn.cli import main
+from msrnn.core.heads import parts_of
 from msrnn.hf import load as models
 from msrnn.hf.identity import weights_digest
+from msrnn.policy import parse_layer_policy, parse_policy
 from msrnn.state_file import StateError
 from msrnn.vllm.plugin import Refused
 from msrnn.vllm.prefix import Prefix, read_prefixes
@@ -58,6 +60,20 @@ def test_the_file_is_the_state_after_the_text(tiny: str, state_file: Path) -> No
     prefix.check(tiny, None, torch.float32, ["h2o:8", "h2o:8"])
 
 
+def test_kv_heads_with_budgets_have_slots_each(tiny: str, tmp_path: Path) -> None:
+    model, _ = models.load(tiny, dtype="float32")
+    rnn = msrnn.RNN(model, [parse_policy("tova:8"), parse_layer_policy("fade:4|fade:12")])
+    _, state = rnn.read(list(range(20)), rnn.start())
+    state.save(tmp_path / "heads.state", tokens=list(range(20)), notes={"weights": weights_digest(tiny)})
+    prefix = Prefix.read("heads", tmp_path / "heads.state")
+    assert [list(prefix.numbers(layer)) for layer in range(2)] == [[0], [1, 2]]
+    for layer, slots in enumerate(state.layers):
+        for number, part in zip(prefix.numbers(layer), parts_of(slots), strict=True):
+            for name, tensor in part.tensors().items():
+                assert torch.equal(prefix.tensors[f"{number}.{name}"], tensor), name
+    prefix.check(tiny, None, torch.float32, ["tova:8", "fade:4|fade:12"])
+
+
 def test_a_system_message_is_read_as_the_template_writes_it(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     path = tmp_path / "s.state"
@@ -84,8 +100,10 @@ def test_only_prompts_that_begin_with_it_and_go_on(state_file: Path) -> None:
     "dtype, policies, reason",
     [
         (torch.bfloat16, ["h2o:8"], "dtype torch.float32, not torch.bfloat16"),
-        (torch.float32, ["h2o:9"], "policy h2o:8, not h2o:9"),
-        (torch.float32, ["h2o:8", "h2o:9"], "policy h2o:8, not h2o:8;h2o:9"),
+        (torch.float32, ["h2o:9"], "layer 0's policy h2o:8, not h2o:9$"),
+        (torch.float32, ["h2o:8", "h2o:9"], "layer 1's policy h2o:8, not h2o:9$"),
+        (torch.float32, ["h2o:8", "h2o:4|h2o:12"], r"layer 1's policy h2o:8, not h2o:4\|h2o:12$"),
+        (torch.float32, ["h2o:8"] * 3, "number of layers 2, not 3$"),
     ],
 )
 def test_another_dtype_or_policy_is_refused(

@@ -55,7 +55,8 @@ class Prefix:
         ours = list(policies) * (len(theirs) if len(policies) == 1 else 1)
         settings = {
             "dtype": (self.about["dtype"], str(dtype)),
-            "policy": (_brief(theirs), _brief(ours)),
+            "number of layers": (str(len(theirs)), str(len(ours))),
+            **{f"layer {layer}'s policy": pair for layer, pair in enumerate(zip(theirs, ours, strict=False))},
             "prompt mode": (self.about["prompt mode"], "recurrent"),
         }
         for setting, (their, our) in settings.items():
@@ -67,10 +68,6 @@ class Prefix:
     def matches(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt begins with it and is longer: the last token must be computed to predict the next."""
         return len(self.tokens) < len(prompt) and tuple(prompt[: len(self.tokens)]) == self.tokens
-
-
-def _brief(policies: list[str]) -> str:
-    return policies[0] if len(set(policies)) == 1 else ";".join(policies)
 
 
 @cache
