@@ -5,10 +5,10 @@
     python benchmarks/vllm_agrees.py --policies tova:64 h2o:64 --eager --out /tmp/agrees.jsonl
 
 A capacity above the length must give the tokens of stock vLLM and those of plain transformers; every other policy, and
-a plan with a policy for each layer, those of the transformers path, one text at a time. Prompts of unequal length run
-together, in pieces, and once more with all requests preempted twice on the way, and a third time from the states that
-the others left in the pool. An engine each, in a process of its own; the exit code says if all agree. Where tokens
-differ, the record has the margin at that token: how far apart the two best log-probabilities are, on both sides.
+plans with a policy for each layer or KV head, those of the transformers path, one text at a time. Prompts of unequal
+length run together, in pieces, and once more with all requests preempted twice on the way, and a third time from the
+states that the others left in the pool. An engine each, in a process of its own; the exit code says if all agree. Where
+tokens differ, the record has the margin at that token: how far apart the two best log-probabilities are, on both sides.
 
 Stock's attention kernel for float32 multiplies in TF32 on a GPU (Triton's default for `tl.dot`), with 10 bits of
 mantissa. `stock` runs it in float32 (TRITON_F32_DEFAULT=ieee), `stock tf32` as it comes: reported, not required.
@@ -28,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
-POLICIES = ("tova:64", "h2o:64", "window+4:64", "fade:64", "profile", "tova:256", "h2o:256", "window+4:256", "fade:256")
+POLICIES = ("tova:64", "h2o:64", "window+4:64", "fade:64", "profile", "by head")
+POLICIES += ("tova:256", "h2o:256", "window+4:256", "fade:256")
 KINDS = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
 KINDS += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
 LENGTHS = ((0, 5), (100, 40), (300, 1), (500, 130), (700, 330), (40, 64), (900, 65), (1100, 257), (200, 600), (350, 17))
@@ -130,7 +131,9 @@ def alone_in_process(options: argparse.Namespace, policy: str) -> dict[str, Any]
 
 
 def plan_text(policy: str) -> str:
-    """`profile` is a plan: every layer has a kind and a capacity of its own."""
+    """`profile` and `by head` are plans: a kind and a capacity for every layer, or a capacity for every KV head."""
+    if policy == "by head":
+        return ";".join(f"fade:{24 + 4 * (layer % 7)}|h2o:64|fade:{104 - 4 * (layer % 7)}" for layer in range(30))
     if policy != "profile":
         return policy
     return ";".join(KINDS[layer % len(KINDS)].format(24 + 4 * (layer % 7)) for layer in range(30))
@@ -260,7 +263,7 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
 
     import msrnn
     from msrnn.hf.load import bundled
-    from msrnn.policy import Plan, parse_policy
+    from msrnn.policy import Plan, parse_layer_policy
 
     if not _hf:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,7 +271,7 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
     model = _hf[0]
     plan = None
     if reference == "msrnn":
-        first, *more = (parse_policy(part) for part in plan_text(policy).split(";"))
+        first, *more = (parse_layer_policy(part) for part in plan_text(policy).split(";"))
         plan = Plan((first, *more)) if more else first
     tokens, margins = [], []
     for ids in prompts():
