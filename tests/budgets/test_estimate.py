@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 import msrnn
-from msrnn.budgets.estimate import head_losses, losses_alone, losses_together
+from msrnn.budgets.estimate import combine, every_second, head_losses, losses_alone, losses_together
 from msrnn.policy import Plan, fade, full
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,13 +81,22 @@ def test_shares_add_up_to_what_the_bounded_model_loses(llama: Any, ids: Tensor) 
         assert float(torch.stack(shares).sum()) == pytest.approx(loss, rel=0.15)
 
 
-def test_the_mean_of_both_is_taken_and_no_share_below_zero(llama: Any, ids: Tensor) -> None:
-    model, policies = llama(), [fade(6), fade(12)]
-    alone, target = losses_alone(model, ids, policies, COUNTED)
-    together = torch.stack(losses_together(model, ids, policies, COUNTED, target))
-    assert (together < 0).any()
-    result = torch.stack(head_losses(model, ids, "fade", [6, 12], COUNTED))
-    assert torch.allclose(result, (torch.stack(alone) + together.clamp(min=0)) / 2)
+def test_sizes_of_the_two_estimates(llama: Any, ids: Tensor) -> None:
+    assert every_second([16, 32, 64, 128]) == [32, 128]
+    assert every_second([16, 32, 64]) == [16, 64]
+    alone, together = head_losses(llama(), ids, "fade", [4, 8, 16], COUNTED)
+    assert {tuple(layer.shape) for layer in alone} == {(2, 3)}
+    assert {tuple(layer.shape) for layer in together} == {(2, 2)}
+    target = log_probabilities(llama(), ids).detach()
+    shares = losses_together(llama(), ids, [fade(4), fade(16)], COUNTED, target)
+    assert torch.allclose(torch.stack(together), torch.stack(shares), atol=1e-6)
+
+
+def test_a_curve_is_the_mean_of_both_estimates() -> None:
+    result = combine([0.8, 0.4, 0.2, 0.1], [0.4, 0.4], [16, 32, 64, 128])
+    assert result == pytest.approx([0.8, 0.4, 0.2 * (1 + 2) / 2, 0.25])  # ratios 1, 1, 2 (between 1 and 4), 4
+    assert combine([0.4, 0.2], [-1.0], [16, 32]) == pytest.approx([0.2, 0.1], rel=2e-3)  # no share below 0
+    assert combine([0.0, 0.0], [0.0], [16, 32]) == [0, 0]
 
 
 def test_a_head_that_nothing_reads_loses_nothing(llama: Any, ids: Tensor) -> None:
@@ -96,15 +105,17 @@ def test_a_head_that_nothing_reads_loses_nothing(llama: Any, ids: Tensor) -> Non
     share = model.config.num_attention_heads // model.config.num_key_value_heads
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[:, : size * share] = 0  # KV head 0
-    losses = head_losses(model, ids, "fade", [4, 8], COUNTED)
-    assert losses[1][0].tolist() == [0, 0]
-    assert all((loss > 0).all() for loss in (losses[0], losses[1][1], losses[2]))
+    alone, together = head_losses(model, ids, "fade", [4, 8], COUNTED)
+    assert (alone[1][0].tolist(), together[1][0].tolist()) == ([0, 0], [0])
+    assert all((losses > 0).all() for losses in (alone[0], alone[1][1], alone[2]))
 
 
 def test_fewer_slots_lose_more(llama: Any, ids: Tensor) -> None:
-    model = llama(initializer_range=0.1)
-    losses = torch.stack(head_losses(model, ids, "h2o", [2, 8, 24], COUNTED)).sum((0, 1))
-    assert losses[0] > losses[1] > losses[2] > 0
+    alone, together = head_losses(llama(initializer_range=0.1), ids, "h2o", [2, 8, 24], COUNTED)
+    for estimate in (alone, together):
+        losses = torch.stack(estimate).sum((0, 1)).tolist()
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] > 0
 
 
 def test_only_counted_tokens_count(llama: Any, ids: Tensor) -> None:
@@ -125,9 +136,10 @@ def test_a_window_of_the_model_is_part_of_full_attention(ids: Tensor) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = MistralConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, sliding_window=12)
     torch.manual_seed(0)
-    losses = torch.stack(head_losses(MistralForCausalLM(config).eval(), ids, "fade", [4, 12, 20], COUNTED))
-    assert losses[..., 0].sum() > 0
-    assert losses[..., 1:].abs().max() < 1e-4 * losses[..., 0].sum()  # no more than rounding
+    for estimate in head_losses(MistralForCausalLM(config).eval(), ids, "fade", [4, 12, 20], COUNTED):
+        losses = torch.stack(estimate)
+        assert losses[..., 0].sum() > 0
+        assert losses[..., 1:].abs().max() < 1e-4 * losses[..., 0].sum()  # no more than rounding
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from ..hf.geometry import geometry
 from .allocate import expected_loss, non_increasing
 from .calibrate import Meter, profile
-from .estimate import head_losses
+from .estimate import combine, head_losses
 from .profile import allocate_average, check_by_head
 
 HeadCurves = list[list[dict[int, float]]]  # by layer and KV head: capacity -> loss over full
+_ESTIMATES = ("alone", "together")
 _DIGITS = 4  # of an estimated loss: far more than it is good for, and small files
 
 
@@ -34,26 +35,28 @@ def check_heads(kind: str, model: PreTrainedModel) -> None:
 
 
 def head_curves(meter: Meter) -> HeadCurves:
-    """One curve per KV head, the mean over chunks. A layer's own sliding window costs nothing."""
-    losses = np.mean([_chunk_losses(meter, number) for number in range(len(meter.chunks))], axis=0)
-    sizes, windows = meter.settings.grid, [layer.window for layer in geometry(meter.model)]
-    return [
-        [_continued(dict(zip(sizes, head, strict=True)), window) for head in layer]
-        for layer, window in zip(losses.tolist(), windows, strict=True)
-    ]
+    """One curve per KV head, from the mean of each estimate over chunks. A layer's own sliding window costs nothing."""
+    estimates = [_chunk_losses(meter, number) for number in range(len(meter.chunks))]
+    alone, together = (np.mean([chunk[name] for chunk in estimates], axis=0).tolist() for name in _ESTIMATES)
+    sizes, curves = meter.settings.grid, list[list[dict[int, float]]]()
+    for layer, singles, shares in zip(geometry(meter.model), alone, together, strict=True):
+        losses = [combine(one, other, sizes) for one, other in zip(singles, shares, strict=True)]
+        curves.append([_continued(dict(zip(sizes, head, strict=True)), layer.window) for head in losses])
+    return curves
 
 
-def _chunk_losses(meter: Meter, number: int) -> np.ndarray:
-    """[layers, KV heads, sizes] of one chunk, from the file where it is there."""
+def _chunk_losses(meter: Meter, number: int) -> dict[str, Any]:
+    """Both estimates of one chunk, by layer, KV head and size; from the file where they are there."""
     sizes = meter.settings.grid
     key = ["chunk", number, list(sizes)]
     if key not in meter.measurements:
         start = time.perf_counter()
-        result = head_losses(meter.model, meter.chunks[number], meter.settings.policy, sizes, meter.counted[number])
-        rounded = [[[_rounded(loss) for loss in head] for head in layer.tolist()] for layer in result]
-        meter.measurements.add(key, {"losses": rounded, "seconds": round(time.perf_counter() - start, 3)})
-    losses = np.array(meter.measurements[key]["losses"])
-    meter.on_measured(f"chunk {number + 1}", float(losses.sum(axis=(0, 1)).mean()))
+        results = head_losses(meter.model, meter.chunks[number], meter.settings.policy, sizes, meter.counted[number])
+        rounded = [[[list(map(_rounded, head)) for head in layer.tolist()] for layer in result] for result in results]
+        seconds = round(time.perf_counter() - start, 3)
+        meter.measurements.add(key, dict(zip(_ESTIMATES, rounded, strict=True)) | {"seconds": seconds})
+    losses: dict[str, Any] = meter.measurements[key]
+    meter.on_measured(f"chunk {number + 1}", float(np.sum(losses["alone"], axis=(0, 1)).mean()))
     return losses
 
 

@@ -6,7 +6,8 @@ D is the difference between a head's bounded and full output at a token. Two est
   (g . D)^2 / 2, the second-order term with the Fisher information as Hessian. One backward pass serves all sizes.
 - Together: all heads have the same size. Along the straight way from the full model (D times 0) to the bounded one (D
   times 1) the KL divergence from the full model begins at 0 with slope 0 and ends with slope g . D, with g its gradient
-  at the end, so a head's share is about the sum over tokens of g . D / 2. One backward pass for each size.
+  at the end, so a head's share is about the sum over tokens of g . D / 2. One backward pass for each size, so every
+  second size is enough; in between the ratio to the first estimate is interpolated.
 
 The first is blind where the full model is sure of a token: there is no gradient, though a head that loses what it
 retrieves changes everything. The second is not, but may give a head that others outweigh a share below 0.
@@ -15,11 +16,13 @@ retrieves changes everything. The second is not, but may give a head that others
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
@@ -32,19 +35,37 @@ from ..hf.geometry import Geometry, geometry, text_config
 from ..policy import Policy, full, parse_policy, split_policy
 
 NAME = "msrnn-estimate"
+_NOTHING = 1e-9  # nats
+_RATIOS = (1e-3, 20)  # of a share to what a head loses alone: below 0 it is none, above it is noise
+T = TypeVar("T")
 
 
-def head_losses(model: PreTrainedModel, ids: Tensor, kind: str, sizes: Sequence[int], counted: Tensor) -> list[Tensor]:
-    """For every layer [KV heads, sizes]: nats per counted token. ids [T]; counted [T - 1], column i is of token i + 1.
+def head_losses(
+    model: PreTrainedModel, ids: Tensor, kind: str, sizes: Sequence[int], counted: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Nats per counted token for every layer: alone [KV heads, sizes], and together [KV heads, `every_second(sizes)`].
 
-    For curves that do not depend on where a chunk ends, no size may exceed the first counted column.
+    ids [T]; counted [T - 1], column i is of token i + 1. For curves that do not depend on where a chunk ends, no size
+    may exceed the first counted column.
     """
     policies = [parse_policy(split_policy(kind).with_size(size)) for size in sizes]
     ids = ids.to(model.get_input_embeddings().weight.device)
     with torch.enable_grad():
         alone, target = losses_alone(model, ids, policies, counted)
-        together = losses_together(model, ids, policies, counted, target)
-    return [(one + other.clamp(min=0)) / 2 for one, other in zip(alone, together, strict=True)]
+        return alone, losses_together(model, ids, every_second(policies), counted, target)
+
+
+def every_second(sizes: Sequence[T]) -> list[T]:
+    """Of ascending sizes, with the largest."""
+    return list(reversed(sizes[::-1][::2]))
+
+
+def combine(alone: Sequence[float], together: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """One head's losses by size: the mean of both estimates."""
+    points, logarithms = every_second(range(len(sizes))), np.log(sizes)
+    ratios = [together[i] / max(alone[point], _NOTHING) for i, point in enumerate(points)]
+    between = np.interp(logarithms, logarithms[points], np.log(np.clip(ratios, *_RATIOS)))
+    return [loss * (1 + math.exp(ratio)) / 2 for loss, ratio in zip(alone, between, strict=True)]
 
 
 def losses_alone(
