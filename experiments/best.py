@@ -5,8 +5,9 @@
 
 For each number of plain slots: the gap of perplexity to full for `tova` and for every candidate with as many slots as
 fit into the same bytes, and its ratio to TOVA's gap. What counts as bytes (--count): `slots`, the keys and values with
-their scales, or `state`, positions and scores too. Every policy is measured once and stored, so that a run that was
-stopped resumes; after --seconds no new one starts.
+their scales, or `state`, positions and scores too; --bytes-in bfloat16 counts those of a bfloat16 model, whatever the
+dtype measured in. Every policy is measured once and stored, so that a run that was stopped resumes; after --seconds no
+new one starts.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, action="append", help="default: 64 128 256 512 1024")
     parser.add_argument("--half", choices=("choosing", "reporting"), default="choosing")
     parser.add_argument("--count", choices=("slots", "state"), default="slots")
+    parser.add_argument("--bytes-in", metavar="DTYPE", help="the dtype whose bytes count (default: that of --dtype)")
     parser.add_argument("--seconds", type=float, default=math.inf)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -67,9 +69,10 @@ def main() -> None:
     texts = novels(tokenizer, books, arguments.length, arguments.chunks)
     losses = Losses(model, texts, arguments.batch, measurements_path(arguments, arguments.half), arguments.half)
     plain_slots, layers = arguments.slots or [64, 128, 256, 512, 1024], geometry(model)
+    dtype = getattr(torch, arguments.bytes_in) if arguments.bytes_in else model.dtype
     policies = {("tova", slots): f"tova:{slots}" for slots in plain_slots}
     for kind in arguments.candidate:
-        policies |= {(kind, n): sized(layers, model.dtype, kind, n, arguments.count) for n in plain_slots}
+        policies |= {(kind, n): sized(layers, dtype, kind, n, arguments.count) for n in plain_slots}
     for policy in ["full", *policies.values()]:
         if time.monotonic() < deadline:
             losses.of(policy)
