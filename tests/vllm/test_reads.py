@@ -218,7 +218,7 @@ def test_a_rehearsal_needs_no_blocks_of_vllms():
         layout = Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for count in (5, 256):  # fewer tokens than any graph has, too
-            rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9)
+            rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9, kinds=2)
 
 
 @pytest.mark.parametrize("gpu, most", [(False, 30), (True, 16)])
@@ -243,6 +243,13 @@ def test_every_group_of_rows_finds_a_graph():
     assert shapes == [(16, 256), (16, 256), (8, 256)]
     captured = [shape for shape in reads.graph_shapes(8192) if shape[0] <= sizes.graph_rows()]
     assert set(shapes) <= set(captured)
+
+
+def test_many_kinds_of_layers_share_the_rows_of_graphs():
+    """A profile gives every layer a capacity, and so graphs, of its own: fewer for each, and never none."""
+    rows = {kinds: sorted({rows for rows, _ in reads.graph_shapes(8192, kinds)}) for kinds in (1, 2, 4, 32, 300)}
+    assert rows == {1: [1, 2, 4, 8, 16], 2: [1, 2, 4, 8], 4: [1, 2, 4], 32: [1], 300: [1]}
+    assert {width for _, width in reads.graph_shapes(8192, 32)} == {64, *reads.GRAPHS}
 
 
 @pytest.mark.parametrize("slots, heads", [(513, 32), (1025, 32), (4097, 64), (16385, 32)])

@@ -98,7 +98,8 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         if query.is_cuda:
             layout = self.layout(layer, query.dtype)
             before = sum(seconds.values())
-            rehearse(layout, query, key, value, self.attention, self._config.scheduler_config.max_num_seqs)
+            requests = self._config.scheduler_config.max_num_seqs
+            rehearse(layout, query, key, value, self.attention, requests, settings.kind_count())
             if (total := sum(seconds.values())) > before:
                 parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items())
                 logger.info("kernels compiled and reads captured in %.1f s so far (%s)", total, parts)

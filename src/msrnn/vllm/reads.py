@@ -8,7 +8,7 @@ the host has and go to the device in one copy, so no layer waits for it. Nothing
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,9 +202,15 @@ def _ends(rows: list[Row], chunk: int, gpu: bool) -> list[int]:
     return parts[1:]
 
 
-def graph_shapes(tokens: int) -> list[tuple[int, int]]:
-    """Rows and tokens of the reads that CUDA graphs are captured for, in batches of so many tokens."""
-    return [(rows, width) for rows in ROWS for width in (TAILS[0], *GRAPHS) if rows * width <= tokens]
+def graph_shapes(tokens: int, kinds: int = 1) -> list[tuple[int, int]]:
+    """Rows and tokens of the reads that CUDA graphs are captured for, in batches of so many tokens.
+
+    `kinds`: of layers, or KV heads, with graphs of their own. All together have no more rows than one kind alone, or
+    one row each: every row takes memory from the states, and every graph time at the start.
+    """
+    most = max(1, sum(ROWS) // kinds)
+    rows = [count for count, total in zip(ROWS, accumulate(ROWS), strict=True) if total <= most]
+    return [(count, width) for count in rows for width in (TAILS[0], *GRAPHS) if count * width <= tokens]
 
 
 def _part(row: Row, start: int, end: int) -> Row:

@@ -27,18 +27,21 @@ _rehearsed: dict[tuple[object, ...], int] = {}
 seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
 
 
-def rehearse(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int) -> None:
+def rehearse(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int, kinds: int = 1
+) -> None:
     """query [tokens, H, D] ...: of a run with as many tokens as a batch may have; `requests` may run at once.
 
-    Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed.
+    Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed. `kinds`: how many there
+    are that are not alike.
     """
     for own, part in zip(layout.parts, layer_parts(layout.policy, layout.heads), strict=True):
         new = query[:, part.queries], key[:, part.own], value[:, part.own]
-        _rehearse(own, *new, part.attention(attention), requests)
+        _rehearse(own, *new, part.attention(attention), requests, kinds)
 
 
 def _rehearse(
-    layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int
+    layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int, kinds: int
 ) -> None:
     alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
     tokens = len(query)
@@ -50,7 +53,7 @@ def _rehearse(
     sizes = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention)
     rows = max(1, min(sizes.rows_at_once(chunk), tokens // chunk, requests))
     reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
-    shapes = [shape for shape in graph_shapes(tokens) if shape[0] <= min(rows, sizes.graph_rows())]
+    shapes = [shape for shape in graph_shapes(tokens, kinds) if shape[0] <= min(rows, sizes.graph_rows())]
     if query.is_cuda and kernels.compiled("cuda"):
         from ..kernels.triton.compilation import compiling_only
 

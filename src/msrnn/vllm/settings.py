@@ -6,7 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
-from ..policy import LayerPolicy, Plan, average_capacity, check_best, is_best, parse_layer_policy
+from ..policy import LayerPolicy, Plan, average_capacity, check_best, is_best, parse_layer_policy, parts
 from . import POLICY
 
 _SEPARATOR = ";"
@@ -44,6 +44,11 @@ def resolve(model: Any) -> None:
 def policies() -> tuple[LayerPolicy, ...]:
     """The policies in the environment: one for all layers, or one per layer."""
     return parse(os.environ.get(POLICY, ""))
+
+
+def kind_count() -> int:
+    """How many different policies layers, or KV heads, have."""
+    return len({part for policy in policies() for part in parts(policy)})
 
 
 @cache
