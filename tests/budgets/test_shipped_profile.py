@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import msrnn
+from msrnn.budgets.allocate import non_increasing
+from msrnn.budgets.estimate import combine, every_second
 from msrnn.budgets.profile import open_profile, read_profile, shipped_profiles
 from msrnn.eval.perplexity import perplexity
 from msrnn.hf.identity import check_profile
 
+ROOT = Path(__file__).parents[2]
 NAME = "SmolLM2-135M-Instruct"
 BY_HEAD = f"{NAME}-heads"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,6 +41,24 @@ def test_the_sizes_of_the_one_by_kv_head() -> None:
         capacities: Any = read_profile(BY_HEAD, average)
         assert [len(heads) for heads in capacities] == [3] * 30
         assert sum(map(sum, capacities)) == 90 * average
+
+
+def test_the_curves_by_kv_head_are_those_of_the_record() -> None:
+    lines = (ROOT / "results" / "part" / "heads_estimates.jsonl").read_text().splitlines()
+    parts: dict[tuple[str, int], list[np.ndarray]] = {}
+    for line in map(json.loads, lines):
+        for column, size in enumerate(line["sizes"]):
+            parts.setdefault((line["estimate"], size), []).append(np.array(line["losses"])[..., column])
+    profile = open_profile(BY_HEAD)
+    sizes, curves = profile["grid"], np.array(profile["curves"])
+    alone, together = (
+        np.stack([np.mean(parts[name, size], 0) for size in few], -1)
+        for name, few in (("alone", sizes), ("together", every_second(sizes)))
+    )
+    for layer, head in np.ndindex(30, 3):
+        losses = combine(alone[layer, head].tolist(), together[layer, head].tolist(), sizes)
+        falling = [loss for _, loss in non_increasing(dict(zip(sizes, losses, strict=True)))]
+        assert curves[layer, head, :-1, 1].tolist() == pytest.approx(falling, rel=2e-3, abs=1e-8)
 
 
 @pytest.mark.slow
