@@ -263,7 +263,7 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
 
     import msrnn
     from msrnn.hf.load import bundled
-    from msrnn.policy import Plan, parse_layer_policy
+    from msrnn.plan import Plan, parse_layer_policy
 
     if not _hf:
         device = "cuda" if torch.cuda.is_available() else "cpu"

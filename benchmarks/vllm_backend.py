@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from msrnn.core.attention import Attention
 from msrnn.core.heads import LayerSlots, empty_slots, parts_of
 from msrnn.core.heads import read as read_text
-from msrnn.policy import LayerPolicy, parse_layer_policy, parts
+from msrnn.plan import LayerPolicy, parse_layer_policy, parts
 from msrnn.system.provenance import command, commit, machine, now, versions
 from msrnn.vllm.batch import Batch, StaticInputs, attend, batch_of
 from msrnn.vllm.block import Layout

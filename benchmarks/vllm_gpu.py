@@ -324,7 +324,8 @@ def memory_of(llm: Any) -> dict[str, Any]:
     about["free_bytes"] = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     if os.environ.get("MSRNN_POLICY"):
         from msrnn.hf.geometry import geometry
-        from msrnn.policy import Plan, parse_policy
+        from msrnn.plan import Plan
+        from msrnn.policy import parse_policy
         from msrnn.vllm.cost import price
 
         layers = geometry(config.model_config.hf_config)

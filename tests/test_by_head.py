@@ -13,7 +13,7 @@ from msrnn.engine.engine import Engine
 from msrnn.engine.pipeline import PipelinedPrefill
 from msrnn.hf.cost import cost
 from msrnn.hf.geometry import geometry
-from msrnn.policy import Plan, per_layer
+from msrnn.plan import Plan, per_layer
 from msrnn.state_file import StateError
 from tests.support.models import tiny_llama
 

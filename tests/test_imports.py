@@ -14,7 +14,7 @@ ROOT = Path(msrnn.__file__).parent
 
 # A module imports only from its own layer and those above it. The longest name that matches a module counts.
 LAYERS = (
-    ("system", "policy", "budgets.profile", "budgets.allocate"),  # words, numbers and files
+    ("system", "policy", "plan", "budgets.profile", "budgets.allocate"),  # words, numbers and files
     ("core", "kernels", "rules"),  # the recurrence
     ("hf", "rnn", "state_file"),  # models
     ("engine", "vllm", "eval", "budgets"),  # uses of a bounded model

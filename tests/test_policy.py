@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 import msrnn
 from msrnn.budgets import profile
 from msrnn.budgets.profile import check_policy_kind, plan_for, read_profile
-from msrnn.policy import (
-    Plan,
-    Policy,
-    fade,
-    full,
-    h2o,
-    parse_policy,
-    per_layer,
-    split_policy,
-    tova,
-    window,
-)
+from msrnn.plan import Plan, per_layer
+from msrnn.policy import Policy, fade, full, h2o, parse_policy, split_policy, tova, window
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .hf.cache import BoundedCache, cache
     from .hf.geometry import Unsupported
     from .hf.load import load
-    from .policy import Plan, Policy, fade, full, h2o, parse_policy, per_layer, tova, window
+    from .plan import Plan, per_layer
+    from .policy import Policy, fade, full, h2o, parse_policy, tova, window
     from .rnn import RNN, RNNState
     from .state_file import StateError
 
@@ -59,7 +60,8 @@ _HOME = {
     "hf.cache": ("BoundedCache", "cache"),
     "hf.geometry": ("Unsupported",),
     "hf.load": ("load",),
-    "policy": ("Plan", "Policy", "fade", "full", "h2o", "parse_policy", "per_layer", "tova", "window"),
+    "plan": ("Plan", "per_layer"),
+    "policy": ("Policy", "fade", "full", "h2o", "parse_policy", "tova", "window"),
     "rnn": ("RNN", "RNNState"),
     "state_file": ("StateError",),
 }

@@ -20,7 +20,7 @@ from .core.heads import LayerSlots, recorder
 from .core.recurrence import CHUNK, Prompt
 from .core.trace import Trace
 from .hf.cache import BoundedCache, BoundedLayer, cache
-from .policy import PolicyLike
+from .plan import PolicyLike
 from .state_file import StateError, load_state, save_state
 
 PIECE = 1024  # tokens per forward while reading: activations grow with this, not with the text

@@ -21,7 +21,8 @@ from .core.slots import TENSORS, Slots
 from .hf.cache import BoundedCache
 from .hf.geometry import Geometry, Unsupported, geometry
 from .hf.identity import model_identity
-from .policy import HeadPolicies, LayerPolicy, Policy, parse_layer_policy, parts
+from .plan import HeadPolicies, LayerPolicy, parse_layer_policy, parts
+from .policy import Policy
 from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"

@@ -12,7 +12,8 @@ from torch.nn.functional import kl_div, nll_loss
 
 import msrnn
 from msrnn.budgets.estimate import combine, every_second, head_losses, losses_alone, losses_together
-from msrnn.policy import Plan, fade, full
+from msrnn.plan import Plan
+from msrnn.policy import fade, full
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH, START = 48, 24

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from msrnn.budgets.profile import check_policy_kind, dump, open_profile, plan_for, profile_path, read_profile
-from msrnn.policy import HeadPolicies, fade, h2o, tova
+from msrnn.plan import HeadPolicies
+from msrnn.policy import fade, h2o, tova
 
 HEAD_CURVES = [[[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]], [[[4, 0.3], [16, 0.0]], [[4, 0.0], [16, 0.0]]]]
 CURVES = [[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]]

@@ -16,7 +16,7 @@ from msrnn.budgets.profile import plan_for
 from msrnn.cli import demo, demo_measure, main
 from msrnn.hf.cost import cost
 from msrnn.hf.geometry import geometry
-from msrnn.policy import per_layer
+from msrnn.plan import per_layer
 from tests.support import tiny_eval
 
 CAPACITIES = [[5, 40], [30, 9]]  # 21 on average

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msrnn.core import heads, reference
 from msrnn.core.attention import Attention
 from msrnn.core.slots import Slots
-from msrnn.policy import HeadPolicies, Plan, parse_layer_policy, parse_policy, per_layer
+from msrnn.plan import HeadPolicies, Plan, parse_layer_policy, per_layer
+from msrnn.policy import parse_policy
 
 KINDS = ("fade", "h2o", "tova-head", "fade,kv=int8", "h2o,gain=value_norm", "window")
 

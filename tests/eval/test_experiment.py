@@ -9,7 +9,8 @@ import pytest
 
 from msrnn.eval import tasks
 from msrnn.eval.experiment import Experiment, entry, make_experiment, read_experiment
-from msrnn.policy import Plan, full, tova
+from msrnn.plan import Plan
+from msrnn.policy import full, tova
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,7 +25,8 @@ from msrnn.eval.experiment import make_experiment
 from msrnn.eval.record import read_lines, read_records
 from msrnn.eval.run import Prompt, batches, round_robin, run
 from msrnn.eval.task import Sample
-from msrnn.policy import Plan, Policy, tova
+from msrnn.plan import Plan
+from msrnn.policy import Policy, tova
 from msrnn.system.console import progress
 from tests.support import tiny_eval
 

@@ -21,7 +21,8 @@ from msrnn.hf.best import resolution, resolve
 from msrnn.hf.cost import cost
 from msrnn.hf.geometry import geometry
 from msrnn.hf.identity import profile_identity
-from msrnn.policy import Plan, is_best, parse_policy, split_policy
+from msrnn.plan import Plan
+from msrnn.policy import is_best, parse_policy, split_policy
 from msrnn.vllm import settings
 from tests.support import tiny_eval
 from tests.support.models import tiny_llama

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from msrnn.policy import Plan, parse_layer_policy
+from msrnn.plan import Plan, parse_layer_policy
 from tests.in_vllm.engines import MEMORY, NEW, engine, greedy
 
 

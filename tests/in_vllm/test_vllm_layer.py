@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from msrnn.policy import parse_layer_policy, parse_policy
+from msrnn.plan import parse_layer_policy
+from msrnn.policy import parse_policy
 
 
 def full_spec(**changes):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msrnn.policy import Plan, parse_layer_policy
+from msrnn.plan import Plan, parse_layer_policy
 from tests.in_vllm.engines import engine, greedy
 
 WINDOW = 24

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import msrnn
+from msrnn.plan import per_layer
 from msrnn.play.display import NOT_HELD, cache_html, map_png, trace_html
-from msrnn.policy import per_layer
 from tests.support.models import tiny_llama
 
 

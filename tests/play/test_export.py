@@ -8,9 +8,9 @@ import torch
 
 import msrnn
 from msrnn.cli import main
+from msrnn.plan import per_layer
 from msrnn.play.export import from_trace, page_html
 from msrnn.play.reading import record
-from msrnn.policy import per_layer
 from tests.support import tiny_eval
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> <!-- & ]]> \u2028 end"

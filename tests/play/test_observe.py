@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import msrnn
+from msrnn.plan import per_layer
 from msrnn.play.observe import fork, observe
-from msrnn.policy import per_layer
 from tests.support.models import tiny_llama
 from tests.support.oracle import slow_attention
 

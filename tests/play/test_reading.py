@@ -9,10 +9,10 @@ import torch
 import msrnn
 from msrnn.eval.perplexity import perplexity
 from msrnn.hf.geometry import geometry
+from msrnn.plan import per_layer
 from msrnn.play.ask import by_words
 from msrnn.play.reading import NOBODY, Reading, pack_scores, record
 from msrnn.play.tokens import TokenText
-from msrnn.policy import per_layer
 from tests.support import tiny_eval
 
 TEXT = tiny_eval.prose(60, 4)

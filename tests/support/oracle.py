@@ -18,7 +18,7 @@ from msrnn.core import reference
 from msrnn.core.attention import Attention
 from msrnn.core.reference import Reference
 from msrnn.hf.geometry import geometry
-from msrnn.policy import parse_layer_policy, parts
+from msrnn.plan import parse_layer_policy, parts
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import torch
 from msrnn.core.attention import Attention
 from msrnn.core.recurrence import read, step
 from msrnn.core.slots import Slots
-from msrnn.policy import HeadPolicies, Plan, parse_layer_policy, parse_policy
+from msrnn.plan import HeadPolicies, Plan, parse_layer_policy
+from msrnn.policy import parse_policy
 from msrnn.vllm import settings
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout, clear

@@ -14,7 +14,8 @@ from msrnn.cli import main
 from msrnn.core.heads import parts_of
 from msrnn.hf import load as models
 from msrnn.hf.identity import weights_digest
-from msrnn.policy import parse_layer_policy, parse_policy
+from msrnn.plan import parse_layer_policy
+from msrnn.policy import parse_policy
 from msrnn.state_file import StateError
 from msrnn.vllm.plugin import Refused
 from msrnn.vllm.prefix import Prefix, read_prefixes

@@ -7,7 +7,7 @@ import torch
 
 from msrnn.core.attention import Attention
 from msrnn.core.heads import empty_slots, parts_of, read
-from msrnn.policy import parse_layer_policy
+from msrnn.plan import parse_layer_policy
 from msrnn.vllm import batch as batches
 from msrnn.vllm import read_graphs, reads
 from msrnn.vllm.batch import attend, batch_of

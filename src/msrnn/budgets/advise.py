@@ -21,7 +21,8 @@ from ..eval.statistics import mean_interval
 from ..hf.best import resolve
 from ..hf.cost import Cost, cost
 from ..hf.geometry import geometry
-from ..policy import Plan, full, split_policy
+from ..plan import Plan
+from ..policy import full, split_policy
 from .profile import plan_for
 from .tolerance import Tolerance
 

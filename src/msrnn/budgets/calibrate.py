@@ -23,7 +23,8 @@ from ..eval.measurements import Measurements
 from ..eval.perplexity import largest_piece, token_nll
 from ..hf.geometry import geometry
 from ..hf.identity import profile_identity
-from ..policy import LayerPolicy, Plan, full, per_layer
+from ..plan import LayerPolicy, Plan, per_layer
+from ..policy import full
 from .allocate import Curve, allocate, expected_loss
 from .profile import KIND
 from .recall import Goal, second_half

@@ -12,7 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..policy import Plan, PolicyLike, SlotBytes, check_kind, per_layer, split_policy
+from ..plan import Plan, PolicyLike, per_layer
+from ..policy import SlotBytes, check_kind, split_policy
 from .allocate import allocate
 
 KIND = "msrnn profile 1"

@@ -29,7 +29,8 @@ from ..hf.cost import cost
 from ..hf.geometry import geometry, slot_costs
 from ..hf.identity import check_profile
 from ..hf.load import load
-from ..policy import Plan, split_policy
+from ..plan import Plan
+from ..policy import split_policy
 from ..rnn import PIECE
 from ..system import console
 from ..system.sizes import human

@@ -21,7 +21,7 @@ from ..core.trace import Trace
 from ..eval.perplexity import Progress, new_cache, score
 from ..hf.cache import BoundedCache
 from ..hf.chat_template import split_template
-from ..policy import Plan
+from ..plan import Plan
 from ..rnn import PIECE, RNN
 from ..system.console import progress
 from ..system.memory import Peak

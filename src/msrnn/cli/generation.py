@@ -100,7 +100,7 @@ def held_tokens(rnn: RNN, length: int) -> int:
     """Tokens that the largest layer holds after `length` tokens."""
     from ..core.slots import slot_count
     from ..hf.geometry import geometry
-    from ..policy import parts
+    from ..plan import parts
 
     layers = zip(rnn.plan.policies, geometry(rnn.model), strict=True)
     counts = [slot_count(part, layer.window) for policy, layer in layers for part in parts(policy)]

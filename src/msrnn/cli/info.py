@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..policy import HeadPolicies, LayerPolicy, parts
+from ..plan import HeadPolicies, LayerPolicy, parts
 from . import options
 from .argument_parser import Commands
 from .session import config_dtype, policy_text, silence_transformers

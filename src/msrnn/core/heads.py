@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..policy import KV, HeadPolicies, LayerPolicy, Policy
+from ..plan import HeadPolicies, LayerPolicy
+from ..policy import KV, Policy
 from . import recurrence
 from .attention import Attention
 from .recurrence import CHUNK, Prompt

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from .. import kernels
 from ..core.recurrence import CHUNK
 from ..hf.cache import BoundedCache
-from ..policy import PolicyLike
+from ..plan import PolicyLike
 from ..rnn import PIECE, RNN
 from .compiled import compile_forward
 from .pipeline import CHUNK as PIPELINE_CHUNK

@@ -22,7 +22,8 @@ from ..core.slots import Slots
 from ..hf.attention import BoundIgnored
 from ..hf.cache import BoundedCache, BoundedLayer
 from ..hf.geometry import Unsupported
-from ..policy import LayerPolicy, Policy
+from ..plan import LayerPolicy
+from ..policy import Policy
 
 FullAttention = Literal["flash", "masked", "exact", "step"]
 _outside_inference_mode = torch.inference_mode(False)  # buffers outlive a caller's inference mode

@@ -12,7 +12,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..budgets.profile import read_profile
-from ..policy import Plan, Policy, PolicyLike, check_best, is_best, parse_policy, per_layer, split_policy
+from ..plan import Plan, PolicyLike, per_layer
+from ..policy import Policy, check_best, is_best, parse_policy, split_policy
 
 Resolve = Callable[[str], PolicyLike]  # what `best:256` stands for on a model
 BASELINE = "baseline"  # the paper's short context: the plain model on a text cut into contexts of so many tokens

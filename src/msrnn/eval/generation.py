@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..engine.engine import Engine
 from ..engine.request import Request
-from ..policy import PolicyLike
+from ..plan import PolicyLike
 from .perplexity import new_cache
 from .task import Output
 

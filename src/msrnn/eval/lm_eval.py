@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..hf.cache import cache
 from ..hf.load import load
-from ..policy import PolicyLike
+from ..plan import PolicyLike
 from ..system.console import progress
 from .generation import generate, pad_left
 from .perplexity import token_nll

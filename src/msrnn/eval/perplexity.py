@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..hf.cache import cache as bounded_cache
 from ..hf.geometry import text_config
-from ..policy import PolicyLike
+from ..plan import PolicyLike
 
 PIECE = 256  # tokens per forward pass: 48 MiB of logits for a vocabulary of 49,152 in float32
 _FLOAT32_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # of logits converted to float32 at one time

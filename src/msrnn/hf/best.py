@@ -14,19 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import open_profile, shipped_profiles
 from ..core.formats import check_sizes
-from ..policy import (
-    KV,
-    Plan,
-    PolicyLike,
-    PolicyText,
-    is_best,
-    parse_policy,
-    per_layer,
-    read_size,
-    recommended,
-    split_policy,
-    tova,
-)
+from ..plan import Plan, PolicyLike, per_layer
+from ..policy import KV, PolicyText, is_best, parse_policy, read_size, recommended, split_policy, tova
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
 from .identity import fits

@@ -16,7 +16,8 @@ from ..core.attention import Attention
 from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
 from ..core.recurrence import CHUNK, Prompt
 from ..core.rules import announce_rule
-from ..policy import LayerPolicy, Plan, PolicyLike, split_policy
+from ..plan import LayerPolicy, Plan, PolicyLike
+from ..policy import split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
 from .geometry import Geometry, Unsupported, geometry, slot_costs, text_config

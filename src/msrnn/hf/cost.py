@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core.slots import keeps_gains, keeps_scores, slot_count, stored_memory, unit_count
-from ..policy import HeadPolicies, Plan, Policy
+from ..plan import HeadPolicies, Plan
+from ..policy import Policy
 from .geometry import Geometry
 
 _INT64 = 8  # bytes of a position

@@ -19,7 +19,8 @@ from ..core.heads import parts_of
 from ..core.trace import Trace
 from ..hf.cost import cost
 from ..hf.geometry import geometry
-from ..policy import Plan, full
+from ..plan import Plan
+from ..policy import full
 from ..system.sizes import human
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from ..core.heads import HeadRecorder, Part, layer_parts, parts_of
 from ..core.rules import memory_size, score_by_rule
 from ..core.slots import NEVER, Columns, Slots, gain_of, unit_count
 from ..core.trace import Recorder
-from ..policy import HeadPolicies, Policy, parts
+from ..plan import HeadPolicies, parts
+from ..policy import Policy
 from ..rnn import RNNState
 
 

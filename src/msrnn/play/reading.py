@@ -22,7 +22,8 @@ from ..core.heads import units_of
 from ..core.trace import ALIVE, Trace
 from ..hf.cost import cost
 from ..hf.geometry import geometry
-from ..policy import HeadPolicies, Plan, PolicyLike, full, parts
+from ..plan import HeadPolicies, Plan, PolicyLike, parts
+from ..policy import full
 from ..rnn import RNN, RNNState
 from .observe import LayerObserver, observe
 

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..core.heads import parts_of
-from ..policy import LayerPolicy, parts
+from ..plan import LayerPolicy, parts
 from . import metrics
 from .batch import Batch, StaticInputs, batch_of
 from .block import clear

@@ -16,7 +16,8 @@ from ..core.formats import decode
 from ..core.heads import LayerSlots, layer_parts, parts_of
 from ..core.recurrence import read, step
 from ..core.slots import Slots, gain_of
-from ..policy import KV, LayerPolicy, Policy
+from ..plan import LayerPolicy
+from ..policy import KV, Policy
 from .block import clear, empty_new, zero_empty
 from .read_graphs import graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan

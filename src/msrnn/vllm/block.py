@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..core.heads import LayerSlots, check_heads, join
 from ..core.slots import Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
-from ..policy import LayerPolicy, Policy, parts
+from ..plan import LayerPolicy, parts
+from ..policy import Policy
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 

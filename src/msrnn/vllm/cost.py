@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..hf.geometry import Geometry
-from ..policy import Plan, average_capacity
+from ..plan import Plan, average_capacity
 from .block import Layout
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..hf.identity import weights_digest
-from ..policy import parse_layer_policy, parts
+from ..plan import parse_layer_policy, parts
 from ..state_file import read_state_file
 from .plugin import Refused
 

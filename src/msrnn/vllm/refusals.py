@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..policy import HeadPolicies, LayerPolicy, parts
+from ..plan import HeadPolicies, LayerPolicy, parts
 from . import settings
 from .plugin import Refused
 

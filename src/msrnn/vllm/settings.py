@@ -6,7 +6,8 @@ import os
 from functools import cache
 from typing import Any
 
-from ..policy import LayerPolicy, Plan, average_capacity, check_best, is_best, parse_layer_policy, parts
+from ..plan import LayerPolicy, Plan, average_capacity, parse_layer_policy, parts
+from ..policy import check_best, is_best
 from . import POLICY
 
 _SEPARATOR = ";"

@@ -17,7 +17,8 @@ from vllm.distributed import (
 
 from ..core.attention import Attention
 from ..core.slots import decides_by_age
-from ..policy import HeadPolicies, LayerPolicy, Policy
+from ..plan import HeadPolicies, LayerPolicy
+from ..policy import Policy
 from .plugin import Refused
 from .refusals import check_budgets
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVQuantMode
 
-from ..policy import LayerPolicy
+from ..plan import LayerPolicy
 from .block import Layout
 from .plugin import Refused
 from .shard import shares
