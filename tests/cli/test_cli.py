@@ -440,7 +440,7 @@ def test_info_says_what_best_stands_for(capsys, tiny):
     facts = json.loads(out)
     best = facts["resolved"]
     assert (facts["asked"], best["kv"]) == ("best:512", "int8")
-    assert best["profile"].startswith("SmolLM2-135M-Instruct")
+    assert best["profile"] == "SmolLM2-135M-Instruct-heads"
     assert best["policy"] == f"fade:{best['slots']},kv=int8,profile={best['profile']}"
     plain = cost(
         geometry(AutoConfig.from_pretrained(models.bundled())), msrnn.Plan.of("tova:512", 30), torch.bfloat16, 1
