@@ -23,12 +23,13 @@ class Live {
     this.ended = false;
     this.open();
     this.visibility = () => (document.hidden ? this.park() : this.open());
-    this.leave = () => this.beacon("leave");
+    this.leave = () => { this.leaving = true; this.beacon("leave"); };
     document.addEventListener("visibilitychange", this.visibility);
     addEventListener("pagehide", this.leave);
   }
 
   open() {
+    this.leaving = false;
     clearInterval(this.parked);
     if (this.stream || this.ended) return;
     this.stream = new EventSource(`/api/runs/${this.id}/events?from=${this.last}`);
@@ -40,9 +41,10 @@ class Live {
     this.stream.onerror = () => this.failed();
   }
 
-  // A browser gives a site six connections: tabs in the background do not use them up.
+  // A browser gives a site six connections: tabs in the background do not use them up. A tab that is being closed is
+  // hidden too, after it has said that it leaves: it must not hold its run.
   park() {
-    if (this.ended) return;
+    if (this.ended || this.leaving) return;
     this.control("hold").catch(() => {});
     this.parked = setInterval(() => this.control("hold").catch(() => {}), 60000);
     this.stream.close();
