@@ -86,7 +86,7 @@ def test_sizes_a_kind_cannot_have_are_left_out(llama: Any, tmp_path: Path) -> No
         smallest(comparator, "tovo", Tolerance(share=0.1))
     file = tmp_path / "p.json"
     file.write_text('{"capacities": [4, 8, 12], "average": 8, "curves": [[[16, 1.0], [64, 0.1]]]}')
-    with pytest.raises(ValueError, match=r"p\.json: \"curves\" must have pairs of a size and a loss for the same layers"):
+    with pytest.raises(ValueError, match=r"p\.json: \"curves\" must have pairs of a size and a loss for the same"):
         smallest(comparator, f"tova,profile={file}", Tolerance(share=0.1))
 
 

@@ -61,6 +61,15 @@ def test_ruler() -> None:
     assert all(close(printed, values[policy]) for printed, policy in zip(found.groups(), policies, strict=True))
 
 
+def test_best() -> None:
+    """The share of TOVA's gap that `best:512` closes, on books that took no part in choosing it."""
+    printed = re.search(r"`best:512` closes (\d+) % of the\s+gap between `tova:512`", README)
+    assert printed is not None
+    values = {one["policy"]: one["value"] for one in load("best_heads") if one["metric"] == "perplexity"}
+    best = next(value for policy, value in values.items() if policy.startswith("fade:920,kv=int8"))
+    assert int(printed[1]) == round(100 * (values["tova:512"] - best) / (values["tova:512"] - values["full"]))
+
+
 def test_speed() -> None:
     _, batch48, largest, *prefill = pages.tables("README.md", LOST)[1]
     bench = {(one["kind"], one["policy"], one.get("batch"), one.get("length")): one for one in load("bench_h200")}

@@ -132,7 +132,7 @@ def test_a_run_reads_all_tokens_and_a_latecomer_gets_the_same_messages(client):
 def test_a_profile_by_kv_head(playground, profile_by_head):
     client = playground(profiles=(profile_by_head,))
     id = client.start(text="the river " * 12, policies=[f"fade:16,profile={profile_by_head}"])
-    meta = client.events(id, finished)[0][1]
+    meta = next(data for event, data in client.events(id, finished) if event == "meta")
     assert meta["lanes"][0]["capacities"] == [[5, 27], [20, 12]]
     for layer, sizes in enumerate(meta["lanes"][0]["capacities"]):
         units = client(f"/api/runs/{id}/slots?lane=0&layer={layer}")[1]["units"]
