@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..budgets.profile import open_profile
+from ..budgets.profile import is_by_head
 from ..policy import split_policy
 
 
@@ -25,10 +25,9 @@ def short_name(policy: str) -> str:
 def _owner(profile: str) -> str:
     """Whose capacities a profile has. Records outlive files: one that is gone counts as the usual kind, by layer."""
     try:
-        capacities = open_profile(profile)["capacities"]
+        return "KV head" if is_by_head(profile) else "layer"
     except ValueError:
         return "layer"
-    return "KV head" if isinstance(capacities[0], list) else "layer"
 
 
 def family(policy: str) -> str:

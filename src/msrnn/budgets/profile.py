@@ -86,6 +86,11 @@ def open_profile(path: str | Path) -> dict[str, Any]:
     return profile
 
 
+def is_by_head(path: str | Path) -> bool:
+    """Whether a profile gives every KV head a capacity, not every layer."""
+    return isinstance(open_profile(path)["capacities"][0], list)
+
+
 def _read_json(path: str | Path) -> object:
     file = profile_path(path)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..budgets.profile import open_profile, shipped_profiles
+from ..budgets.profile import is_by_head, open_profile, shipped_profiles
 from ..core.formats import check_sizes
 from ..plan import Plan, PolicyLike, per_layer
 from ..policy import KV, PolicyText, is_best, parse_policy, read_size, recommended, split_policy, tova
@@ -68,7 +68,7 @@ def resolution(
         check_sizes(_kv(kind), layer.head_size)
     slots = _slots(kind, layers, dtype, limit)
     profile = kind.profile or _shipped(model, slots, revision)
-    if profile and _by_head(profile):
+    if profile and is_by_head(profile):
         slots = _slots(kind, layers, dtype, limit, by_head=True)
     policy = str(replace(kind, size=str(slots), profile=profile))
     return Resolution(policy, slots, _kv(kind) or "", profile, limit)
@@ -124,11 +124,7 @@ def _shipped(model: PreTrainedModel | PreTrainedConfig, slots: int, revision: st
 
     One by KV head comes first: it says where slots are needed more finely.
     """
-    for name in sorted(shipped_profiles(), key=_by_head, reverse=True):
+    for name in sorted(shipped_profiles(), key=is_by_head, reverse=True):
         if fits(name, model, revision) and slots >= min(open_profile(name)["grid"]):
             return name
     return None
-
-
-def _by_head(profile: str) -> bool:
-    return isinstance(open_profile(profile)["capacities"][0], list)
