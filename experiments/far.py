@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from books import SEED, interval, load_model, measurements_path, options, save, show, split
 
+from msrnn.core.heads import parts_of
 from msrnn.eval import positions
 from msrnn.eval.measurements import Measurements
 from msrnn.eval.perplexity import Positions, token_nll
@@ -42,7 +43,7 @@ class Ages:
 
     def __call__(self, cache: Any, start: int, size: int) -> Any:
         if start and start % OLD < size:
-            held = torch.cat([layer.slots.positions.flatten() for layer in cache.bounded])
+            held = torch.cat([part.positions.flatten() for layer in cache.bounded for part in parts_of(layer.slots)])
             held = held[held >= 4]
             self.old[start] = round(float((held < start - OLD).float().mean()), 4)
         return self.scheme(cache, start, size)

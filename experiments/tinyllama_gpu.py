@@ -29,7 +29,8 @@ from tinyllama import NAME, gguf_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msrnn
-from msrnn.budgets.calibrate import Meter, Settings, calibrate, chunks_of
+from msrnn.budgets.by_head import calibrate_by_head
+from msrnn.budgets.calibrate import Meter, Settings, chunks_of
 from msrnn.budgets.profile import dump
 from msrnn.eval import tasks
 from msrnn.eval.experiment import make_experiment
@@ -39,7 +40,7 @@ from msrnn.eval.run import run
 FEW = ("full", "tova", "window+4", "h2o", "fade")
 BEST = ("best:256", "best:512")  # in the bytes of so many plain slots
 CONTEXT = 2048
-SIZES = (128, 256, 512)  # averages of the profile
+SIZES = (128, 256, 512)  # slots of a KV head on average, with the profile
 
 
 class TimeIsUp(Exception):
@@ -63,7 +64,7 @@ class Session:
 
     @property
     def profile(self) -> Path:
-        return Path(f"{NAME}.json")
+        return Path(f"{NAME}-heads.json")
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -106,24 +107,25 @@ def pg19_more(session: Session, limit: float) -> None:
 
 
 def profile(session: Session, limit: float) -> None:
-    """A profile from the development half of the books: the layers' curves first, then a round of joint moves."""
-    tiny, names = session.options.tiny, [book.name for book in split(Path(session.options.data))[0]]
-    grid = (16, 64) if tiny else (32, 128, 512, 1024)
+    """A profile by KV head from the development half of the books; in float32, as it is made of small differences."""
+    names = [book.name for book in split(Path(session.options.data))[0]]
+    grid = (16, 64) if session.options.tiny else (16, 32, 64, 128, 256, 512, 1024)
+    session.model.to(torch.float32)
     chunks = profile_chunks(session)
-    deadline = time.monotonic() + min(limit, session.left())
-    for rounds in (0, 1):
-        settings = Settings("tova", grid, rounds, len(chunks))
-        meter = Meter(session.model, chunks, settings, f"{session.profile}.measured.jsonl")
-        meter.on_measured = partial(_within, deadline)
-        document = calibrate(meter, [64] if tiny else SIZES, {"names": names}, msrnn.__version__)
-        session.profile.write_text(dump(document))
-        print(f"  {rounds} rounds: {document['losses']}", flush=True)
+    meter = Meter(session.model, chunks, Settings("fade", grid, 0, len(chunks)), f"{session.profile}.measured.jsonl")
+    meter.on_measured = partial(_within, time.monotonic() + min(limit, session.left()))
+    try:
+        document = calibrate_by_head(meter, [64 if session.options.tiny else 256], {"names": names}, msrnn.__version__)
+    finally:
+        session.model.to(getattr(torch, session.options.dtype))
+    session.profile.write_text(dump(document))
+    print(f"  {document['losses']}", flush=True)
 
 
 def profile_chunks(session: Session) -> torch.Tensor:
     """[N, T]: some chunks of each book of the development half, each after BOS."""
     books, _ = split(Path(session.options.data))
-    length, each = (128, 1) if session.options.tiny else (CONTEXT, 4)
+    length, each = (128, 1) if session.options.tiny else (CONTEXT, 2)
     bos = session.tokenizer("")["input_ids"]
     texts = [book.read_text(encoding="utf-8") for book in books[: 2 if session.options.tiny else None]]
     ids = [session.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
@@ -138,10 +140,9 @@ def with_profile(session: Session, *kinds: str) -> list[str]:
 
 
 def pg19_profile(session: Session, limit: float) -> None:
-    """PG-19 with the profile, and slots of 8 bits in the same bytes."""
+    """PG-19 with the profile, and `best` with and without it."""
     sizes = [64] if session.options.tiny else SIZES
-    policies = with_profile(session, *(f"{kind}:{size}" for size in sizes for kind in ("tova", "fade")))
-    policies += [*session.best, *with_profile(session, *session.best)]
+    policies = [*with_profile(session, *(f"fade:{size}" for size in sizes), *session.best), *session.best]
     chunk = 256 if session.options.tiny else CONTEXT
     session.eval(limit, task="pg19", chunk=chunk, chunks_per_book=6, policies=["full", *policies])
 
@@ -149,8 +150,7 @@ def pg19_profile(session: Session, limit: float) -> None:
 def recall_profile(session: Session, limit: float) -> None:
     """Needles, then facts in conversations, with the profile."""
     sizes = [64] if session.options.tiny else (256, 512)
-    policies = ["full", *with_profile(session, *(f"{kind}:{size}" for size in sizes for kind in ("tova", "fade")))]
-    policies += with_profile(session, *session.best)
+    policies = ["full", *with_profile(session, *(f"fade:{size}" for size in sizes), *session.best)]
     session.eval(limit / 2, **NEEDLE | {"lengths": [256]} if session.options.tiny else NEEDLE, policies=policies)
     session.eval(limit / 2, **TURNS | {"turns": [0, 1]} if session.options.tiny else TURNS, policies=policies)
 
@@ -192,17 +192,19 @@ def turns(session: Session, limit: float) -> None:
 
 
 def documents(task: str, new_tokens: int, session: Session, limit: float) -> None:
-    """QASPER or SQuALITY, cut to the model's context with the answer."""
+    """QASPER or SQuALITY, cut to the model's context with the answer; 512 slots first, as far as the time allows."""
     context = 512 if session.options.tiny else CONTEXT - new_tokens
-    capacities = [128] if session.options.tiny else [256, 512, 1024]
-    new = 8 if session.options.tiny else new_tokens
-    session.eval(limit, task=task, context=context, new_tokens=new, policies=list(FEW), capacities=capacities, batch=64)
+    new, end = 8 if session.options.tiny else new_tokens, time.monotonic() + limit
+    table = {"task": task, "context": context, "new_tokens": new, "policies": list(FEW), "batch": 64}
+    for capacity in [128] if session.options.tiny else [512, 256, 1024]:
+        session.eval(end - time.monotonic(), **table, capacities=[capacity])
 
 
 def story(session: Session, limit: float) -> None:
-    new = 16 if session.options.tiny else 1536
-    policies = ["full", "tova:256", "tova:512", "window+4:512", "fade:512"]
-    session.eval(limit, task="story", stories=50, new_tokens=new, policies=policies, batch=50)
+    new, end = 16 if session.options.tiny else 1536, time.monotonic() + limit
+    for policies in (["full", "tova:512", "window+4:512"], ["full", "fade:512", "tova:256"]):
+        left = end - time.monotonic()
+        session.eval(left, task="story", stories=50, new_tokens=new, policies=policies, batch=50)
 
 
 def extrapolation(session: Session, limit: float) -> None:
@@ -238,10 +240,10 @@ PARTS: dict[str, tuple[float, Callable[[Session, float], None]]] = {
     "turns": (60, turns),
     "qasper": (90, partial(documents, "qasper", 128)),
     "babilong": (60, babilong),
-    "story": (90, story),
+    "story": (240, story),
     "retention": (40, retention),
     "extrapolation": (90, extrapolation),
-    "squality": (120, partial(documents, "squality", 384)),
+    "squality": (150, partial(documents, "squality", 384)),
     "pg19_more": (120, pg19_more),
 }
 SMOLLM = {
