@@ -18,6 +18,7 @@ from tests.support.interpreted import INTERPRETED, run_cases
 
 if INTERPRETED:
     from msrnn.kernels.triton import step as triton_step
+    from msrnn.kernels.triton.notes import DecisionStream
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def case_one_program_per_head(text: str, heads: tuple[int, int], monkeypatch: py
 def case_decision_stream(text: str, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches instead of one, and notes that are used again; not where age decides."""
     monkeypatch.setattr(triton_step, "_FEW", (32, 4, 8))
-    stream = triton_step.DecisionStream(torch.device("cpu"))
+    stream = DecisionStream(torch.device("cpu"))
     with stream:
         compare(text, Attention(0.4), (1, 2, 2))
     assert len(stream.notes) == notes

@@ -1,17 +1,19 @@
 """A layer's memory as all who run a model see it: slots that its heads share, or slots of its own for every KV head.
 
-Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it. The
-recurrence and its kernels know nothing of that.
+Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it; the
+recurrence knows nothing of that. A GPU takes one token of all heads in the same launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..plan import HeadPolicies, LayerPolicy
 from ..policy import KV, Policy
 from . import recurrence
@@ -23,9 +25,13 @@ from .trace import Recorder
 
 @dataclass
 class HeadSlots:
-    """The slots of every KV head of a layer, [B, 1, S, D] each; S differs from head to head. All have read the same."""
+    """The slots of every KV head of a layer, [B, 1, S, D] each; S differs from head to head. All have read the same.
+
+    `tables`: what kernels have worked out about these slots.
+    """
 
     heads: tuple[Slots, ...]
+    tables: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def seen(self) -> Tensor:
@@ -70,9 +76,14 @@ def parts_of(slots: LayerSlots) -> tuple[Slots, ...]:
     return slots.heads if isinstance(slots, HeadSlots) else (slots,)
 
 
-def join(slots: Sequence[Slots], like: LayerPolicy) -> LayerSlots:
-    """The opposite of `parts_of`, for a layer with this policy."""
-    return HeadSlots(tuple(slots)) if isinstance(like, HeadPolicies) else slots[0]
+def join(slots: Sequence[Slots], like: LayerPolicy, tables: dict[object, Any] | None = None) -> LayerSlots:
+    """The opposite of `parts_of`, for a layer with this policy; `tables`: those of the slots in the same places."""
+    return HeadSlots(tuple(slots), {} if tables is None else tables) if isinstance(like, HeadPolicies) else slots[0]
+
+
+def with_parts(slots: LayerSlots, parts: Sequence[Slots]) -> LayerSlots:
+    """A layer whose parts' tensors are where those of `slots` are."""
+    return HeadSlots(tuple(parts), slots.tables) if isinstance(slots, HeadSlots) else parts[0]
 
 
 def empty_slots(policy: LayerPolicy, key: Tensor, value: Tensor, heads: int, window: int | None = None) -> LayerSlots:
@@ -136,6 +147,9 @@ def read(
     if isinstance(slots, Slots) and isinstance(policy, Policy):
         assert not isinstance(on_evict, HeadRecorder)
         return run(slots, query, key, value, policy, attention, real, chunk, on_evict)
+    assert isinstance(slots, HeadSlots)
+    if query.shape[2] == 1 and on_evict is None:
+        return _one_token(slots, query, key, value, policy, attention, real)
     shape = (len(query), query.shape[2], query.shape[1], value.shape[3])
     output = value.new_empty(shape).transpose(1, 2)  # the memory layout that the output projection expects
     recorders = on_evict.heads if isinstance(on_evict, HeadRecorder) else (None,) * len(parts_of(slots))
@@ -143,6 +157,26 @@ def read(
         tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])
         output[:, part.queries] = run(one, *tokens, part.policy, part.attention(attention), real, chunk, recorder)
     return output
+
+
+def _one_token(
+    slots: HeadSlots,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: LayerPolicy,
+    attention: Attention,
+    real: Tensor | None,
+) -> Tensor:
+    """query [B, H, 1, D] ... -> [B, H, 1, V]: a step of all heads, counted."""
+    numbers = recurrence.step_numbers(slots.heads[0], real, 1)[:, 0]
+    rows = HeadSlots(tuple(replace(one, seen=numbers) for one in slots.heads), slots.tables)
+    output = step(rows, query[:, :, 0], key[:, :, 0], value[:, :, 0], policy, attention)
+    arrived = (numbers >= 0).to(slots.seen.dtype)
+    torch._foreach_add_([one.seen for one in slots.heads], [arrived] * len(slots.heads))
+    for one in slots.heads:
+        one.fed += 1
+    return output[:, :, None]
 
 
 def step(
@@ -157,6 +191,11 @@ def step(
     """The arguments of `recurrence.step`, for any layer."""
     if isinstance(slots, Slots) and isinstance(policy, Policy):
         return recurrence.step(slots, query, key, value, policy, attention, out)
+    assert isinstance(slots, HeadSlots)
+    assert isinstance(policy, HeadPolicies)
+    whole = kernels.step_heads(slots.heads, query, key, value, policy.heads, attention, slots.tables, out)
+    if whole is not None:
+        return whole
     output = value.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
     for one, part in zip(parts_of(slots), layer_parts(policy, query.shape[1]), strict=True):
         tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch as pytorch
 from torch import Tensor
@@ -42,6 +42,7 @@ __all__ = [
     "mask_exponentials",
     "scan",
     "step",
+    "step_heads",
     "takes_exponentials",
 ]
 
@@ -121,6 +122,28 @@ def step(
     return triton_step.step(slots, query, key, value, policy, attention, out)
 
 
+def step_heads(
+    slots: Sequence[Slots],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policies: Sequence[Policy],
+    attention: Attention,
+    tables: dict[object, Any],
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """`step` for all KV heads of a layer at once, each with slots and a policy of its own; query [B, H, D] as there.
+
+    None, and nothing done, where no kernel takes them all: then each head steps alone. `tables` lives as long as the
+    slots and keeps what a kernel has worked out about them.
+    """
+    if not query.is_cuda or attention.sharded or not compiled("cuda"):
+        return None
+    from .triton import step as triton_step
+
+    return triton_step.step_heads(slots, query, key, value, policies, attention, tables, out)
+
+
 def encode(key: Tensor, value: Tensor, kv: KV, out: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
     """Codes and scales of keys and values, and what they stand for; see `kernels/torch/encode.py`."""
     if key.is_cuda and compiled("cuda"):
@@ -195,6 +218,6 @@ def decision_stream(device: pytorch.device) -> AbstractContextManager[None]:
     """Inside this context a GPU chooses victims on a stream beside the model's; when it ends, all are chosen."""
     if device.type != "cuda" or not compiled("cuda"):
         return nullcontext()
-    from .triton.step import DecisionStream
+    from .triton.notes import DecisionStream
 
     return DecisionStream(device)

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import kernels
 from ..core.attention import Attention
 from ..core.formats import decode
-from ..core.heads import LayerSlots, layer_parts, parts_of
-from ..core.recurrence import read, step
+from ..core.heads import LayerSlots, layer_parts, parts_of, step, with_parts
+from ..core.recurrence import read
 from ..core.slots import Slots, gain_of
 from ..plan import LayerPolicy
 from ..policy import KV, Policy
@@ -92,12 +92,22 @@ def attend(
     output: Tensor,
 ) -> None:
     """query [tokens, H, D], key [tokens, G, D], value [tokens, G, V] -> output [tokens, H, V], filled in place."""
-    for slots, part in zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True):
-        new = query[:, part.queries], key[:, part.own], value[:, part.own]
-        attend_part(slots, batch, *new, part.policy, part.attention(attention), output[:, part.queries])
+    if batch.steps:
+        rows = slice(0, batch.steps)
+        index, seen = batch.blocks[rows], batch.seen[rows]
+        parts = parts_of(blocks)
+        if batch.begins:
+            for slots in parts:
+                clear(slots, index, seen)
+        active = with_parts(blocks, [replace(slots, rows=index, seen=seen) for slots in parts])
+        step(active, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
+    if batch.rows:
+        for slots, part in zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True):
+            new = query[:, part.queries], key[:, part.own], value[:, part.own]
+            _read_part(slots, batch, *new, part.policy, part.attention(attention), output[:, part.queries])
 
 
-def attend_part(
+def _read_part(
     blocks: Slots,
     batch: Batch,
     query: Tensor,
@@ -107,22 +117,14 @@ def attend_part(
     attention: Attention,
     output: Tensor,
 ) -> None:
-    """The same for a part of a layer, whose heads may be views of the layer's."""
-    if batch.steps:
-        rows = slice(0, batch.steps)
-        index, seen = batch.blocks[rows], batch.seen[rows]
-        if batch.begins:
-            clear(blocks, index, seen)
-        slots = replace(blocks, rows=index, seen=seen)
-        step(slots, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
-    if batch.rows:
-        reads = batch.reads(sizes_of(blocks, query, policy, attention))
-        for fit in reads.fits:
-            _attend_fitting(blocks, fit, query, key, value, attention, output)
-        graphs = graphs_of(blocks, query, policy, attention)
-        for segment in reads.segments:
-            if graphs is None or not graphs.run(blocks, segment, (query, key, value), output):
-                _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
+    """The prompts of a part of a layer, whose heads may be views of the layer's."""
+    reads = batch.reads(sizes_of(blocks, query, policy, attention))
+    for fit in reads.fits:
+        _attend_fitting(blocks, fit, query, key, value, attention, output)
+    graphs = graphs_of(blocks, query, policy, attention)
+    for segment in reads.segments:
+        if graphs is None or not graphs.run(blocks, segment, (query, key, value), output):
+            _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
 
 
 def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:

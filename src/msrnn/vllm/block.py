@@ -115,11 +115,15 @@ class Layout:
         """The first byte of every part."""
         return tuple(accumulate((part.nbytes for part in self.parts[:-1]), initial=0))
 
+    @cached_property
+    def tables(self) -> dict[object, Any]:
+        """What kernels have worked out about these slots: the views are new in every batch, their places are not."""
+        return {}
+
     def carve(self, blocks: Tensor) -> LayerSlots:
         """blocks [M, ..., bytes] of any dtype: the slots of all blocks, as views. Cheap, as every batch does it."""
-        return join(
-            [part.carve(blocks, first) for part, first in zip(self.parts, self.starts, strict=True)], self.policy
-        )
+        parts = [part.carve(blocks, first) for part, first in zip(self.parts, self.starts, strict=True)]
+        return join(parts, self.policy, self.tables)
 
 
 def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:

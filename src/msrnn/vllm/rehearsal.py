@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..core.attention import Attention
-from ..core.heads import layer_parts
+from ..core.heads import LayerSlots, layer_parts, parts_of
 from ..core.slots import Slots
-from .batch import StaticInputs, attend_part, batch_of, sizes_of
+from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout, PartLayout
 from .read_graphs import capture, without_graphs
 from .reads import TAILS, graph_shapes
@@ -37,37 +37,56 @@ def rehearse(
     """
     for own, part in zip(layout.parts, layer_parts(layout.policy, layout.heads), strict=True):
         new = query[:, part.queries], key[:, part.own], value[:, part.own]
-        _rehearse(own, *new, part.attention(attention), requests, kinds)
+        if _is_new(own, attention, len(query)):
+            _rehearse_reads(own, *new, part.attention(attention), requests, kinds)
+    if _is_new(layout, attention, len(query)):
+        _rehearse_steps(layout, query, key, value, attention, min(requests, len(query)))
 
 
-def _rehearse(
+def _is_new(layout: Layout | PartLayout, attention: Attention, tokens: int) -> bool:
+    """Whether nothing alike was rehearsed with as many tokens; from now on it was."""
+    alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
+    before = _rehearsed.get(alike, 0)
+    _rehearsed[alike] = max(before, tokens)
+    return before < tokens
+
+
+def _rehearse_steps(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, most: int) -> None:
+    new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
+    with _timed("compiling", query.device), _compiling(query):
+        _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
+    with _timed("steps", query.device):
+        _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
+
+
+def _compiling(query: Tensor) -> AbstractContextManager[object]:
+    """Inside, kernels are compiled and not launched, where there are any."""
+    if not query.is_cuda or not kernels.compiled("cuda"):
+        return nullcontext()
+    from ..kernels.triton.compilation import compiling_only
+
+    return compiling_only()
+
+
+def _rehearse_reads(
     layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int, kinds: int
 ) -> None:
-    alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
     tokens = len(query)
-    if _rehearsed.get(alike, 0) >= tokens:
-        return
-    _rehearsed[alike] = tokens
     device, chunk, new = query.device, TAILS[-1], (query, key, value)
     output = query.new_empty(*query.shape[:2], value.shape[2])
-    sizes = sizes_of(_blocks(layout, 1, device), query, layout.policy, attention)
+    sizes = sizes_of(_slots(layout, 1, device), query, layout.policy, attention)
     rows = max(1, min(sizes.rows_at_once(chunk), tokens // chunk, requests))
     reads = ((rows, chunk), *((count, tail) for tail in TAILS for count in {1, rows}))
     shapes = [shape for shape in graph_shapes(tokens, kinds) if shape[0] <= min(rows, sizes.graph_rows())]
     if query.is_cuda and kernels.compiled("cuda"):
-        from ..kernels.triton.compilation import compiling_only
-
-        with _timed("compiling", device), compiling_only():
+        with _timed("compiling", device), _compiling(query):
             for count, size in sorted({*reads, *(shape for shape in shapes if shape[1] == chunk)}):
-                _read(_blocks(layout, count, device), layout, new, attention, output, size)
-            _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
+                _read(_slots(layout, count, device), layout, new, attention, output, size)
     with _timed("graphs", device):
-        capture(_blocks(layout, 1, device), new, layout.policy, attention, shapes, chunk)
+        capture(_slots(layout, 1, device), new, layout.policy, attention, shapes, chunk)
     with _timed("reads", device), without_graphs():  # some pieces fit no graph
         for count, size in reads:
-            _read(_blocks(layout, count, device), layout, new, attention, output, size)
-    with _timed("steps", device):
-        _step(_blocks(layout, 1, device), layout, new, attention, output, min(requests, tokens))
+            _read(_slots(layout, count, device), layout, new, attention, output, size)
 
 
 @contextmanager
@@ -79,11 +98,26 @@ def _timed(part: str, device: torch.device) -> Iterator[None]:
     seconds[part] += time.perf_counter() - begin
 
 
-def _blocks(layout: PartLayout, count: int, device: torch.device) -> Slots:
+def _slots(layout: PartLayout, count: int, device: torch.device) -> Slots:
     """Blocks whose slots are all in use but the last."""
-    blocks = layout.carve(torch.zeros(count, layout.nbytes, dtype=torch.uint8, device=device))
+    return _in_use(layout.carve(_memory(layout, count, device)))
+
+
+def _blocks(layout: Layout, count: int, device: torch.device) -> LayerSlots:
+    """The same of a layer, all parts of it."""
+    blocks = layout.carve(_memory(layout, count, device))
+    for part in parts_of(blocks):
+        _in_use(part)
+    return blocks
+
+
+def _memory(layout: Layout | PartLayout, count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, layout.nbytes, dtype=torch.uint8, device=device)
+
+
+def _in_use(blocks: Slots) -> Slots:
     slots = blocks.positions.shape[2]
-    blocks.positions.copy_(torch.arange(slots, device=device).expand_as(blocks.positions))
+    blocks.positions.copy_(torch.arange(slots, device=blocks.positions.device).expand_as(blocks.positions))
     blocks.positions[:, :, -1] = -1
     blocks.next.fill_(slots - 1)
     return blocks
@@ -105,22 +139,22 @@ def _read(
     for before in (0, blocks.positions.shape[2]):
         seen = [before] * count
         batch = batch_of(index, torch.tensor(seen, device=device), starts, seen)
-        attend_part(blocks, batch, *new, layout.policy, attention, output)
+        attend(blocks, batch, *new, layout.policy, attention, output)
 
 
 def _step(
-    blocks: Slots,
-    layout: PartLayout,
+    blocks: LayerSlots,
+    layout: Layout,
     new: tuple[Tensor, Tensor, Tensor],
     attention: Attention,
     output: Tensor,
     most: int,
 ) -> None:
     """One token of so many requests, for every number that may get kernels of its own; all of them in one block."""
-    device, seen = output.device, blocks.positions.shape[2]
+    device, seen = output.device, parts_of(blocks)[0].positions.shape[2]
     inputs = StaticInputs(most, device)
     for count in sorted({*range(1, min(most, 300) + 1), most}):
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         rows = inputs.put(zeros, zeros + seen)
         batch = batch_of(*rows, list(range(count + 1)), [seen] * count)
-        attend_part(blocks, batch, *new, layout.policy, attention, output)
+        attend(blocks, batch, *new, layout.policy, attention, output)

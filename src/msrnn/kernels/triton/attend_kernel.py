@@ -18,6 +18,18 @@ import triton.language as tl
 
 from .attend_codes import attend_codes
 from .formats import encode4, encode8
+from .ragged import (
+    GAINS_AT,
+    HEAD,
+    KEYS_AT,
+    LINE,
+    NEXT_AT,
+    POSITIONS_AT,
+    SCALES_AT,
+    SLOTS,
+    VALUES_AT,
+    own_rows,
+)
 from .tiles import NO_TOP, cap, hide, place_of, rows_of, tile_columns
 
 
@@ -25,29 +37,45 @@ from .tiles import NO_TOP, cap, hide, place_of, rows_of, tile_columns
 def attend(
     query, key, value, keys, values, scales, positions, gains, slot, seen, sinks, states, logits, tops, masses, parts,
     query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, scales_b, positions_b, gains_b, slot_b, count,
-    pitch, slots, per, window,
+    pitch, slots, per, window, table,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, DIGITS: tl.constexpr,
-    WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr,
+    WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Program (stored head, share): the newcomer is written, and this share of the slots attended to."""
+    """Program (stored head, share): the newcomer is written, and this share of the slots attended to.
+
+    `table`: that of heads with slots of their own (`ragged.py`), or None.
+    """
     stored = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
-    b, e = stored // STORED, stored % STORED
-    unit = e // (STORED // UNITS)
-    home, now, spot, active = place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
+    if table is None:
+        b, e = stored // STORED, stored % STORED
+        unit = e // (STORED // UNITS)
+        slot += unit
+    else:
+        batch = tl.num_programs(0) // STORED
+        b, line = stored % batch, table + stored // batch * LINE
+        e, slots = tl.load(line + HEAD), tl.load(line + SLOTS).to(tl.int32)
+        slot, slot_b = slot + tl.load(line + NEXT_AT), tl.load(line + NEXT_AT + 1)
+    home, now, spot, active = place_of(states, seen, slot, slot_b, b, count, slots, INDEXED)
     r, d = tl.arange(0, ROWS), tl.arange(0, DP)
     h = b * (STORED * GROUP) + e * GROUP + r  # over the whole batch
     mine = r < GROUP
     at = query + b * query_b + (e * GROUP + r)[:, None] * query_h + d[None, :]
     asked = tl.load(at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
-    keys += home * keys_b + e * slots * D
-    values += home * values_b + e * slots * (V // 2 if KV == 4 else V)
-    scales += home * scales_b + e * slots * NS
-    positions += home * positions_b + unit * slots
+    if table is None:
+        keys += home * keys_b + e * slots * D
+        values += home * values_b + e * slots * (V // 2 if KV == 4 else V)
+        scales += home * scales_b + e * slots * NS
+        positions += home * positions_b + unit * slots
+        gains += home * gains_b + e * slots
+    else:
+        keys, values = own_rows(keys, line, home, KEYS_AT, ALIGN), own_rows(values, line, home, VALUES_AT, ALIGN)
+        scales, positions = own_rows(scales, line, home, SCALES_AT, 1), own_rows(positions, line, home, POSITIONS_AT, 1)
+        gains = own_rows(gains, line, home, GAINS_AT, 1)
     here = (share == 0) & active  # the first share has the newcomer and the sink
     new_key = tl.load(key + b * key_b + e * key_h + d, mask=d < D, other=0.0).to(ACC)
     new_key = _store_row(keys + spot * D, scales + spot * NS, new_key, d < D, here, KV, ACC)
@@ -56,7 +84,7 @@ def attend(
     )
     if GAINS:
         square = tl.sum(tl.sum(new_value * new_value, 1), 0)
-        tl.store(gains + home * gains_b + e * slots + spot, tl.sqrt(square), mask=here)
+        tl.store(gains + spot, tl.sqrt(square), mask=here)
     new = cap(tl.sum(asked.to(ACC) * new_key[None, :], 1) * SCALE, SOFTCAP)
     new = tl.where(here, new, -float("inf"))
     if SCORED:

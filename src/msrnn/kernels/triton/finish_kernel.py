@@ -9,6 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .ragged import (
+    CAPACITY,
+    FIRST,
+    GAINS_AT,
+    HEAD,
+    LAST,
+    LINE,
+    MOMENTUM,
+    NEXT_AT,
+    POSITIONS_AT,
+    SCORES_AT,
+    SLOTS,
+    own_rows,
+)
 from .tiles import NO_TOP, place_of, tile_columns
 
 UNLIMITED = tl.constexpr(2**31 - 1)
@@ -18,36 +32,70 @@ UNLIMITED = tl.constexpr(2**31 - 1)
 def finish(
     logits, tops, masses, parts, output, positions, scores, gains, slot, seen, states,
     positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
-    momentum, rest,
+    momentum, rest, table,
     MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """The first programs decide for a unit each, the others put a head's shares together."""
+    """The first programs decide for a unit each, the others put a head's shares together.
+
+    `table`: that of heads with slots of their own (`ragged.py`), or None.
+    """
     program = tl.program_id(0).to(tl.int64)
     if program >= deciding:
         _combine(tops, masses, parts, output, program - deciding, SPLITS, SHARES, V, VP)
     else:
+        _decide(
+            logits, tops, masses, positions, scores, gains, slot, seen, states,
+            positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
+            momentum, rest, table, program,
+            MEMORY, MEMBERS, GROUP, SCORED, WINDOW, SPLITS, UNITS, INDEXED, GAINS, SHARES, WIDE, SOME,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decide(
+    logits, tops, masses, positions, scores, gains, slot, seen, states,
+    positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
+    momentum, rest, table, program,
+    MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr, GAINS: tl.constexpr, SHARES: tl.constexpr,
+    WIDE: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Scores move on, one unit's victim leaves, and its slot is the next token's."""
+    if table is None:
         b, unit = program // UNITS, program % UNITS
-        home, now, spot, active = place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
+    else:
+        unit = 0  # of tensors that are a head's own
+        b, line = program % (deciding // UNITS), table + program // (deciding // UNITS) * LINE
+        program = b * UNITS + tl.load(line + HEAD)
+        slots, capacity = tl.load(line + SLOTS).to(tl.int32), tl.load(line + CAPACITY).to(tl.int32)
+        first, last = tl.load(line + FIRST).to(tl.int32), tl.load(line + LAST).to(tl.int32)
+        momentum, rest = tl.load(line + MOMENTUM).to(tl.float64, bitcast=True), 0.0
+        slot, slot_b = slot + tl.load(line + NEXT_AT), tl.load(line + NEXT_AT + 1)
+    home, now, spot, active = place_of(states, seen, slot + unit, slot_b, b, count, slots, INDEXED)
+    if table is None:
         positions += home * positions_b + unit * slots
-        born = _shifted(positions, spot, slots, -1, WIDE)
-        born = tl.minimum(tl.maximum(born, -1), UNLIMITED).to(tl.int32)
-        score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
-        if SCORED:
-            score, new = _mean(
-                logits, tops, masses, gains + home * gains_b + unit * (MEMBERS // GROUP) * slots, spot,
-                program * MEMBERS, pitch, slots, MEMBERS, GROUP, SPLITS, GAINS, SHARES, WIDE, SOME,
-            )  # fmt: skip
-        if MEMORY:
-            score = _remember(
-                scores + home * scores_b + unit * slots, born, score, new, spot, active, slots, momentum, rest, WIDE
-            )
-        now, spot = now.to(tl.int32), spot.to(tl.int32)
-        free_slot = _choose(
-            positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
-        )
-        tl.store(slot + home * slot_b + unit, free_slot.to(tl.int64), mask=active)
+        scores += home * scores_b + unit * slots
+        gains += home * gains_b + unit * (MEMBERS // GROUP) * slots
+    else:
+        positions, scores = own_rows(positions, line, home, POSITIONS_AT, 1), own_rows(scores, line, home, SCORES_AT, 1)
+        gains = own_rows(gains, line, home, GAINS_AT, 1)
+    born = _shifted(positions, spot, slots, -1, WIDE)
+    born = tl.minimum(tl.maximum(born, -1), UNLIMITED).to(tl.int32)
+    score, new = tl.zeros([WIDE], tops.dtype.element_ty), 0.0
+    if SCORED:
+        score, new = _mean(
+            logits, tops, masses, gains, spot, program * MEMBERS, pitch, slots,
+            MEMBERS, GROUP, SPLITS, GAINS, SHARES, WIDE, SOME,
+        )  # fmt: skip
+    if MEMORY:
+        score = _remember(scores, born, score, new, spot, active, slots, momentum, rest, WIDE)
+    now, spot = now.to(tl.int32), spot.to(tl.int32)
+    free_slot = _choose(
+        positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
+    )
+    tl.store(slot + home * slot_b + unit, free_slot.to(tl.int64), mask=active)
 
 
 @triton.jit

@@ -1,18 +1,16 @@
 """`step` in Triton: the same arguments and results as `kernels/torch/step.py`, in two launches without the host.
 
 The victim is needed only by the next token: inside a `DecisionStream` it is chosen on a stream of its own while the
-model goes on. The kernels are in `attend_kernel.py` and `finish_kernel.py`; here are their grids and the memory
-between them.
+model goes on. The kernels are in `attend_kernel.py` and `finish_kernel.py`, the memory between them in `notes.py`;
+here are their grids.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +24,10 @@ from ..torch import step as torch_step
 from .attend_kernel import attend
 from .finish_kernel import UNLIMITED, finish
 from .formats import layout
+from .notes import decision_stream, new_notes, new_output
+from .ragged import Ragged, Tables, ragged_of
 from .scan import split_momentum
+from .tiles import check, fits
 
 # Elements of [slots, head size] that a program works on at a time, its warps, and the programs per SM up to which the
 # slots of a head are split.
@@ -42,7 +43,7 @@ _STAGES = 2  # tiles in flight, of grouped heads
 _MANY_CODES: dict[KV, tuple[int, int, int, int]] = {"int8": (32, 1, 3, 1), "k8v4": (64, 1, 3, 1)}
 _GROUPED_CODES: dict[KV, tuple[int, int, int, int]] = {"int8": (32, 2, 3, 1), "k8v4": (32, 1, 3, 1)}
 _FEW_CODES, _ENOUGH_CODES = (64, 2, 2, 2), 4
-_MOST_SLOTS = 2**15 + 1  # that one program can choose among
+_LONGEST = 2  # times the mean of a layer's heads: up to here many heads hide that one of them is longer
 
 
 def step(
@@ -55,11 +56,39 @@ def step(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/step.py`. Nothing waits for the device, and a CUDA graph can hold it."""
-    if _left_to_torch(slots, query):
+    if not _takes(query) or not fits(slots):
         output = torch_step.step(slots, query, key, value, policy, attention)
         return output if out is None else out.copy_(output)
-    _check(slots)
-    launch = _Launch(slots, query, key, value, policy, attention)
+    check(slots)
+    return _run(_Launch(slots, query, key, value, policy, attention), out)
+
+
+def step_heads(
+    slots: Sequence[Slots],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policies: Sequence[Policy],
+    attention: Attention,
+    tables: Tables,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """All KV heads of a layer, each with slots and a policy of its own, in the same two launches.
+
+    None, and nothing done, where heads differ in more than numbers. `tables` keeps what is worked out for these slots.
+    """
+    ragged = ragged_of(slots, policies, attention.window, tables) if _takes(query) else None
+    if ragged is None:
+        return None
+    return _run(_Launch(slots[0], query, key, value, policies[0], attention, ragged), out)
+
+
+def _takes(query: Tensor) -> bool:
+    """float64 is not for a GPU."""
+    return not (query.is_cuda and query.dtype == torch.float64)
+
+
+def _run(launch: _Launch, out: Tensor | None) -> Tensor:
     launch.attend()
     if launch.aside is None:
         launch.finish(launch.units, launch.splits)
@@ -71,48 +100,61 @@ def step(
     return launch.output if out is None else out.copy_(launch.output)
 
 
-def _left_to_torch(slots: Slots, query: Tensor) -> bool:
-    """What no kernel here is written for: very many slots, float64 on a GPU, codes of values that are not in pairs."""
-    odd = slots.kv is not None and (slots.values.shape[3] % 2 or slots.values.stride(0) % 2)
-    return bool(odd) or slots.positions.shape[2] > _MOST_SLOTS or (query.is_cuda and query.dtype == torch.float64)
-
-
 class _Launch:
-    """The arguments that both kernels share, worked out once."""
+    """The arguments that both kernels share, worked out once.
+
+    Of heads with slots of their own (`ragged`), `slots` and `policy` are those of the first.
+    """
 
     def __init__(
-        self, slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy, attention: Attention
+        self,
+        slots: Slots,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        policy: Policy,
+        attention: Attention,
+        ragged: Ragged | None = None,
     ) -> None:
-        self.slots, self.policy, self.attention = slots, policy, attention
+        self.slots, self.policy, self.attention, self.ragged = slots, policy, attention, ragged
         self.new = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)]
         self.seen = slots.seen.contiguous()
         self.rows = self.seen if slots.rows is None else slots.rows.contiguous()
-        (batch, heads, _), (units, self.count) = query.shape, slots.positions.shape[1:]
+        batch, heads, _ = query.shape
+        lengths = (slots.positions.shape[2],) if ragged is None else ragged.lengths
+        self.stored, units = (rows.shape[1] * len(lengths) for rows in (slots.keys, slots.positions))
+        self.count = max(lengths)
         scored = not decides_by_age(policy, attention.window)
-        self.cut = _cut(batch, heads, tuple(slots.keys.shape[1:]), value.shape[2], slots.kv, query.device)
+        sizes = (query.shape[2], value.shape[2])
+        self.cut = _cut(batch, heads, self.stored, lengths, sizes, slots.kv, query.device)
         splits = self.cut["SPLITS"]
-        stream = _decision_stream.get()
+        stream = decision_stream.get()
         self.aside = stream if stream is not None and scored and batch * heads <= _MOST_HEADS_ASIDE else None
-        self.notes = (_notes if self.aside is None else self.aside.take)(query, self.count, splits, scored)
-        self.output, self.parts = _output(query, value, splits)
+        self.notes = (new_notes if self.aside is None else self.aside.take)(query, self.count, splits, scored)
+        self.output, self.parts = new_output(query, value, splits)
         self.scales = slots.keys if slots.scales is None else slots.scales
         self.units, self.splits, self.members = batch * units, batch * heads if splits > 1 else 0, heads // units
         self.flags = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": splits, "UNITS": units}
         self.flags |= {"INDEXED": slots.rows is not None, "GAINS": scored and slots.gains is not None}
+        self.table = None if ragged is None else ragged.table
 
     @property
     def gains(self) -> Tensor:
         return self.notes.tops if self.slots.gains is None else self.slots.gains
 
+    def _strides(self, *tensors: Tensor) -> list[int]:
+        """Of the rows of a batch; heads with slots of their own have them in their table."""
+        return [0 if self.ragged else tensor.stride(0) for tensor in tensors]
+
     def attend(self) -> None:
         slots, attention = self.slots, self.attention
-        attend[(len(self.new[0]) * slots.keys.shape[1], self.cut["SPLITS"])](
+        attend[(len(self.new[0]) * self.stored, self.cut["SPLITS"])](
             *(*self.new, slots.keys, slots.values, self.scales, slots.positions, self.gains, slots.next, self.seen),
             *(self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
             *(stride for tensor in self.new for stride in tensor.stride()[:2]),
-            *(tensor.stride(0) for tensor in (slots.keys, slots.values, self.scales)),
-            *(tensor.stride(0) for tensor in (slots.positions, self.gains, slots.next)),
+            *self._strides(slots.keys, slots.values, self.scales, slots.positions, self.gains, slots.next),
             *(len(slots.keys), self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
+            self.table,
             SCALE=float(attention.scale),
             SOFTCAP=float(attention.softcap or 0),
             SINKS=attention.sinks is not None,
@@ -120,6 +162,7 @@ class _Launch:
             DIGITS=4 if self.new[0].dtype.itemsize < 8 else 8,
             WEIGHT_DIGITS=self.new[0].dtype.itemsize,
             PTX=self.seen.is_cuda,
+            ALIGN=1 if self.ragged is None else self.ragged.align,
             **self.flags,
             **self.cut["attend"],
         )
@@ -131,9 +174,9 @@ class _Launch:
         capacity = UNLIMITED.value if policy.capacity is None else policy.capacity
         finish[(deciding + combining,)](
             *(*self.notes, self.parts, self.output, slots.positions, scores, self.gains, slots.next, self.seen),
-            *(self.rows, *(tensor.stride(0) for tensor in (slots.positions, scores, self.gains, slots.next))),
+            *(self.rows, *self._strides(slots.positions, scores, self.gains, slots.next)),
             *(len(slots.keys), deciding, self.notes.logits.shape[2], self.count, capacity, policy.first, policy.last),
-            *(self.attention.window or 0, *split_momentum(policy.momentum)),
+            *(self.attention.window or 0, *split_momentum(policy.momentum), self.table),
             MEMORY=slots.scores is not None,
             MEMBERS=self.members,
             GROUP=self.cut["attend"]["GROUP"],
@@ -145,107 +188,47 @@ class _Launch:
         )
 
 
-class Notes(NamedTuple):
-    """What `attend` leaves for `finish` to decide by."""
-
-    logits: Tensor  # [B, H, S and some], so that every row begins where it can be read by fours
-    tops: Tensor  # [B, H, shares], the highest logit of each share
-    masses: Tensor  # [B, H, shares], the sum of its exponentials
-
-
-def _notes(query: Tensor, slots: int, splits: int, scored: bool) -> Notes:
-    (batch, heads, _), wide = query.shape, torch.promote_types(query.dtype, torch.float32)
-    logits = torch.empty(batch, heads, triton.cdiv(slots, 16) * 16 if scored else 0, dtype=wide, device=query.device)
-    return Notes(logits, *torch.empty(2, batch, heads, splits, dtype=wide, device=query.device))
-
-
-def _output(query: Tensor, value: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """[B, H, V], and its shares [B, H, shares, V], which are the output itself where there is one."""
-    shape, width = query.shape[:2], value.shape[2]
-    output = torch.empty(*shape, width, dtype=value.dtype, device=query.device)
-    if splits == 1:
-        return output, output
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return output, torch.empty(*shape, splits, width, dtype=wide, device=query.device)
-
-
-class DecisionStream:
-    """Inside this context victims are chosen on a stream beside the model's; when it ends, all are chosen.
-
-    Two layers' notes are used in turn: before a layer writes its own, the decision that read them must be over.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.notes: dict[tuple[object, ...], Notes] = {}
-        self.done: list[torch.cuda.Event | None] = [None, None]
-        self.turn = 0
-
-    def __enter__(self) -> None:
-        self.done = [None, None]  # events of another graph mean nothing in this one
-        self._outside = _decision_stream.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        _decision_stream.reset(self._outside)
-        self._wait(0)
-        self._wait(1)
-
-    def _wait(self, turn: int) -> None:
-        done = self.done[turn]
-        if done is not None:
-            torch.cuda.current_stream().wait_event(done)
-
-    def take(self, query: Tensor, slots: int, splits: int, scored: bool) -> Notes:
-        """The next turn's."""
-        self.turn = 1 - self.turn
-        self._wait(self.turn)
-        key = (self.turn, query.shape, slots, splits, scored, query.dtype)
-        if key not in self.notes:
-            self.notes[key] = _notes(query, slots, splits, scored)
-        return self.notes[key]
-
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """What is launched here runs beside the rest, after what was launched before."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        self.done[self.turn] = self.stream.record_event()
-
-
-_decision_stream: ContextVar[DecisionStream | None] = ContextVar("decision stream", default=None)
-
-
-def _check(slots: Slots) -> None:
-    """Anything may lie between the rows of a batch, but nothing between the parts of one."""
-    if not all(tensor[0].is_contiguous() for name, tensor in slots.tensors().items() if name != "seen"):
-        raise ValueError("slots are changed in place: each row's tensors must be contiguous, give whole buffers")
-
-
 @cache
 def _cut(
-    batch: int, heads: int, shape: tuple[int, int, int], width: int, kv: KV | None, device: torch.device
+    batch: int,
+    heads: int,
+    stored: int,
+    lengths: tuple[int, ...],
+    widths: tuple[int, int],
+    kv: KV | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Tiles and splits of the slots; shape is [G, S, D] of the keys."""
-    stored, slots, size = shape
-    group = heads // stored
+    """Tiles and splits of the slots. lengths: slots of all stored heads, or of each; widths: numbers of key, value."""
+    (size, width), group = widths, heads // stored
     deep, wide = (max(16 if kv is None else 32, triton.next_power_of_2(n)) for n in (size, width))
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     load = batch * stored / sms
+    many = load >= (_ENOUGH_CODES if kv else _ENOUGH)
     block, warps, stages, programs = (
         _tile_of_codes(kv, group, load, max(deep, wide)) if kv else _tile_of_rows(group, load, max(deep, wide))
     )
-    blocks = triton.cdiv(slots - 1, block)
-    per = triton.cdiv(blocks, max(1, min(_MOST_SPLITS, sms * programs // (batch * stored))))
+    per, splits = _shares([triton.cdiv(n - 1, block) for n in lengths], sms * programs // (batch * stored), many)
     sizes = {"STORED": stored, "GROUP": group, "D": size, "V": width, "DP": deep, "VP": wide, "BLOCK": block}
     rows = triton.next_power_of_2(group)
     sizes |= {"ROWS": rows if kv or group == 1 else max(16, rows), "num_warps": warps, "STAGES": stages}
-    sizes |= {"EVEN": (slots - 1) % block == 0 and deep == size and wide == width}
+    sizes |= {"EVEN": all((n - 1) % block == 0 for n in lengths) and deep == size and wide == width}
     sizes |= layout(kv, width)
-    return {"SPLITS": max(1, triton.cdiv(blocks, max(1, per))), "per": per, "attend": sizes}
+    return {"SPLITS": splits, "per": per, "attend": sizes}
+
+
+def _shares(blocks: list[int], wanted: int, many: bool) -> tuple[int, int]:
+    """Blocks of a share, and as many shares as the longest head needs; wanted: shares of a head of mean length.
+
+    No share is longer than those: it would still be at work when all others are done. Where heads differ, the number of
+    shares is a power of 2, so that layers of other lengths need no kernel of their own; shares may be empty.
+    """
+    longest, mean = max(blocks), triton.cdiv(sum(blocks), len(blocks))
+    per = triton.cdiv(mean, max(1, min(_MOST_SPLITS, wanted)))
+    if many and longest <= _LONGEST * mean:
+        per = longest
+    per = max(1, per, triton.cdiv(longest, _MOST_SPLITS))
+    splits = max(1, triton.cdiv(longest, per))
+    return per, splits if len(blocks) == 1 else triton.next_power_of_2(splits)
 
 
 def _tile_of_rows(group: int, load: float, size: int) -> tuple[int, int, int, int]:

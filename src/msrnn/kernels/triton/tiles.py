@@ -1,4 +1,4 @@
-"""What the kernels of `step` share: where a row's state is, tiles of its slots, and which logits are visible."""
+"""What the kernels of `step` share: slots they take, where a row's state is, its tiles, which logits are visible."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -6,7 +6,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...core.slots import Slots
+
 NO_TOP = tl.constexpr(-1.0e30)  # the top of nothing: finite, so that a difference of two is a number
+_MOST_SLOTS = 2**15 + 1  # that one program can choose among
+
+
+def fits(slots: Slots) -> bool:
+    """Whether the kernels can take them: not very many slots, nor codes of values that are not in pairs."""
+    odd = slots.kv is not None and (slots.values.shape[3] % 2 or slots.values.stride(0) % 2)
+    return not odd and slots.positions.shape[2] <= _MOST_SLOTS
+
+
+def check(slots: Slots) -> None:
+    """Anything may lie between the rows of a batch, but nothing between the parts of one."""
+    if not all(tensor[0].is_contiguous() for name, tensor in slots.tensors().items() if name != "seen"):
+        raise ValueError("slots are changed in place: each row's tensors must be contiguous, give whole buffers")
 
 
 @triton.jit
