@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrnn.core import heads, reference
+from msrnn.core import head_groups, heads, reference
 from msrnn.core.attention import Attention
 from msrnn.core.slots import Slots
 from msrnn.plan import HeadPolicies, Plan, parse_layer_policy, per_layer
@@ -60,6 +60,60 @@ def test_equals_the_definition_for_every_head(kind, capacities, length, chunk, c
     tolerance = 1e-9 if policy.heads[0].kv is None else 1e-6
     torch.testing.assert_close(torch.cat(outputs, 2)[0], expected, atol=tolerance, rtol=tolerance)
     assert all(int(held) <= size for held, size in zip(slots.held[0], capacities, strict=True))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kind=st.sampled_from(KINDS),
+    capacities=st.lists(st.integers(4, 12), min_size=3, max_size=3),
+    length=st.integers(2, 40),
+    chunk=st.integers(1, 17),
+    cut=st.integers(0, 40),
+    sinks=st.booleans(),
+    window=st.sampled_from([None, 7, 15]),
+    seed=st.integers(0, 2**16),
+)
+def test_heads_read_together_equal_heads_read_alone(kind, capacities, length, chunk, cut, sinks, window, seed) -> None:
+    """As on a GPU: slots side by side, in one read. A step after it finds every head's slots in order."""
+    policy = per_layer(kind, [capacities])[0]
+    tokens = tensors(length + 1, 2, 6, 3, seed)
+    attention = Attention(0.5, None, window, torch.linspace(-1, 1, 6, dtype=torch.float64) if sinks else None)
+    real = torch.rand(2, length + 1, generator=torch.Generator().manual_seed(seed)) < 0.9
+    parts = [slice(0, min(cut, length)), slice(min(cut, length), length), slice(length, length + 1)]
+    layers, results = [], []
+    for together in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head_groups, "_together", lambda _, together=together: together)
+            slots = heads.empty_slots(policy, *tokens[1:], 6, window)
+            pieces = [([t[:, :, p] for t in tokens], real[:, p]) for p in parts if p.start < p.stop]
+            outputs = [heads.read(slots, *new, policy, attention, row, chunk) for new, row in pieces]
+        layers.append(slots)
+        results.append(torch.cat(outputs, 2).transpose(1, 2)[real])
+    tolerance = 1e-9 if policy.heads[0].kv is None else 1e-6
+    torch.testing.assert_close(results[1], results[0], atol=tolerance, rtol=tolerance)
+    for ours, theirs in zip(layers[1].heads, layers[0].heads, strict=True):
+        assert torch.equal(ours.positions.sort(-1)[0], theirs.positions.sort(-1)[0])
+        assert torch.equal(ours.seen, theirs.seen)
+        assert (ours.positions.gather(2, ours.next[..., None]) == -1).all()
+
+
+def test_heads_of_similar_size_are_read_together() -> None:
+    policy = per_layer("fade", [[100, 512, 513, 1024, 1025, 30]])[0]
+    blind = per_layer("window", [[100, 200]])[0]
+    key = torch.zeros(1, 6, 1, 2)
+    slots, others = heads.empty_slots(policy, key, key, 12), heads.empty_slots(blind, key[:, :2], key[:, :2], 12)
+    assert len(heads.read_groups(slots.fork(), policy)) == 6  # a CPU reads one after the other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_groups, "_together", lambda _: True)
+        groups = heads.read_groups(slots, policy)
+        assert [group.heads for group in heads.read_groups(others, blind)] == [(1,), (0,)]
+    assert [group.heads for group in groups] == [(4,), (2, 3), (0, 1, 5)]
+    query = torch.arange(12.0).view(1, 12, 1)
+    assert groups[2].take(query).flatten().tolist() == [0, 1, 2, 3, 10, 11]
+    output = torch.zeros(1, 12, 1)
+    for group in groups:
+        group.put(output, group.take(query))
+    assert torch.equal(output, query)
 
 
 def test_steps_equal_reads() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from msrnn.core import head_groups
 from msrnn.engine.pipeline import PipelinedPrefill
+from msrnn.plan import per_layer
 from msrnn.rnn import RNN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +41,28 @@ def test_rounds_equal_the_recurrence(llama, policy):
             assert torch.equal(ours.slots.positions.sort().values, theirs.slots.positions.sort().values)
             assert torch.equal(ours.slots.seen, theirs.slots.seen)
             assert ours.slots.fed == theirs.slots.fed == length
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["fade", "tova-head,kv=int8"])
+def test_kv_heads_with_budgets(llama, kind, together, monkeypatch):
+    """Every head alone, as on a CPU, or all side by side, as on a GPU."""
+    rnn = RNN(llama().double(), per_layer(kind, [[4, 9], [8, 5], [7, 7]]), piece=1000)
+    want = [rnn.step(prompt(length), rnn.start()) for length in (70, 47, 10)]
+    monkeypatch.setattr(head_groups, "_together", lambda _: together)
+    pipeline = PipelinedPrefill(rnn, chunk=6, lanes=3, laps=2)
+    for length, (logits, state) in zip((70, 47, 10), want, strict=True):
+        ours, cache = pipeline.read(prompt(length))
+        assert torch.allclose(ours, logits, atol=1e-6)
+        for layer, other in zip(cache.bounded, state.cache.bounded, strict=True):
+            for one, two in zip(layer.slots.heads, other.slots.heads, strict=True):
+                assert torch.equal(one.positions.sort().values, two.positions.sort().values)
+                assert torch.equal(one.seen, two.seen)
+    assert [len(layer.spaces) for layer in pipeline._layers] == ([1] * 3 if together else [2] * 3)
+
+
+def prompt(length):
+    return torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(length))
 
 
 @pytest.mark.parametrize("policy", ["tova:6", "tova-query-head:6", "h2o:20", "window:6", "tova:1"])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from msrnn.core.attention import Attention
 from msrnn.core.slots import NEVER, Columns
+from msrnn.core.units import unit_policies
 from msrnn.kernels import Scan
 from msrnn.kernels.torch import scan as torch_scan
-from msrnn.policy import Policy, parse_policy
+from msrnn.policy import Policy, parse_policy, with_capacity
 from tests.support.interpreted import INTERPRETED, run_cases
 
 if INTERPRETED:
@@ -130,6 +131,23 @@ def case_gains_equal_torch(text: str, seed: int) -> None:
     """Logits so even that gains decide, and so uneven that what has left was most of a row."""
     policy = parse_policy(text)
     compare(*chunk(policy, 7, seed, spread=(0.1, 1.0, 6.0)[seed % 3]), policy, Attention(1.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["fade", "h2o", "tova-head", "tova-head,gain=value_norm"])
+def case_units_with_numbers_of_their_own(kind: str, seed: int) -> None:
+    """As plain PyTorch has them, and each unit as its own policy does alone."""
+    heads = [with_capacity(kind, capacity) for capacity in (3, 7)]
+    policy, attention = unit_policies(heads, torch.device("cpu")), Attention(1.0)
+    logits, columns, steps = chunk(heads[1], 7, seed, scored=heads[0].momentum > 0)
+    compare(logits, columns, steps, policy, attention)
+    whole = triton_scan.scan(logits, columns, steps, policy, attention)
+    share = HEADS // KV_HEADS
+    for unit, own in enumerate(heads):
+        rows = Columns(*(None if row is None else row[:, unit : unit + 1] for row in columns))
+        alone = triton_scan.scan(logits[:, unit * share : (unit + 1) * share], rows, steps, own, attention)
+        assert torch.equal(whole.expiry[:, unit], alone.expiry[:, 0])
+        torch.testing.assert_close(whole.scores[:, unit], alone.scores[:, 0])
 
 
 def case_all_padding() -> None:

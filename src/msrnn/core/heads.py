@@ -1,14 +1,15 @@
 """A layer's memory as all who run a model see it: slots that its heads share, or slots of its own for every KV head.
 
 Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it; the
-recurrence knows nothing of that. A GPU takes one token of all heads in the same launches.
+recurrence knows nothing of that. A GPU takes one token of all heads in the same launches, and reads prompts by groups
+of heads (`head_groups.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from ..plan import HeadPolicies, LayerPolicy
 from ..policy import KV, Policy
 from . import recurrence
 from .attention import Attention
+from .head_groups import Group, single_groups, whole_layer
+from .head_groups import groups as head_groups
 from .recurrence import CHUNK, Prompt
 from .slots import Slots, unit_count
+from .streams import side_by_side
 from .trace import Recorder
 
 
@@ -148,15 +152,34 @@ def read(
         assert not isinstance(on_evict, HeadRecorder)
         return run(slots, query, key, value, policy, attention, real, chunk, on_evict)
     assert isinstance(slots, HeadSlots)
+    assert isinstance(policy, HeadPolicies)
     if query.shape[2] == 1 and on_evict is None:
         return _one_token(slots, query, key, value, policy, attention, real)
     shape = (len(query), query.shape[2], query.shape[1], value.shape[3])
     output = value.new_empty(shape).transpose(1, 2)  # the memory layout that the output projection expects
-    recorders = on_evict.heads if isinstance(on_evict, HeadRecorder) else (None,) * len(parts_of(slots))
-    for one, part, recorder in zip(parts_of(slots), layer_parts(policy, query.shape[1]), recorders, strict=True):
-        tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])
-        output[:, part.queries] = run(one, *tokens, part.policy, part.attention(attention), real, chunk, recorder)
+    recorders = on_evict.heads if isinstance(on_evict, HeadRecorder) else (None,) * len(slots.heads)
+    alone = prompt != "recurrent" or on_evict is not None or attention.sharded
+    groups = single_groups(policy.heads) if alone else read_groups(slots, policy)
+    with side_by_side(query.device, len(groups)) as streams:
+        for group, stream in zip(groups, streams, strict=True):
+            with stream:
+                one, recorder = group.join(slots.heads), recorders[group.heads[0]]
+                tokens = (group.take(query), group.take(key), group.take(value))
+                mixed = run(one, *tokens, group.policy, group.attention(attention), real, chunk, recorder)
+                group.put(output, mixed)
+                group.split(one, slots.heads)
     return output
+
+
+def read_groups(slots: LayerSlots, policy: LayerPolicy) -> list[Group]:
+    """What is read together: a layer, or some of its KV heads. Worked out once, as it copies to the device."""
+    if isinstance(slots, Slots) or isinstance(policy, Policy):
+        assert isinstance(policy, Policy)
+        return [whole_layer(policy)]
+    key = ("groups", policy)
+    if key not in slots.tables:
+        slots.tables[key] = head_groups(policy.heads, slots.heads)
+    return cast("list[Group]", slots.tables[key])
 
 
 def _one_token(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention import Attention
-from ..core.heads import LayerSlots, layer_parts, parts_of
+from ..core.heads import LayerSlots, parts_of, read_groups
 from ..core.recurrence import Chunks
 from ..core.slots import Slots
 from ..core.workspace import Workspace
@@ -65,7 +65,9 @@ class LaneLayer(BoundedLayer):
         super().__init__(like.policy, "recurrent", chunk)
         assert like.slots is not None
         self.shared: LayerSlots = like.slots.fork()  # not `slots`: checks on that would wait for the device
-        self.spaces = [OpenWorkspace(part, chunk, dtype) for part in parts_of(self.shared)]
+        self.groups = read_groups(self.shared, self.policy)
+        slots = [group.join(parts_of(self.shared)) for group in self.groups]
+        self.spaces = [OpenWorkspace(one, chunk, dtype) for one in slots]
         self.offsets = torch.arange(chunk, device=self.shared.seen.device)
         self.done: torch.cuda.Event | None = None
         self.is_initialized = True
@@ -84,19 +86,22 @@ class LaneLayer(BoundedLayer):
         """One chunk of the recurrence in the open workspaces."""
         size = query.shape[2]
         output = value.new_empty(len(query), size, query.shape[1], value.shape[3]).transpose(1, 2)
-        steps = self.shared.seen[:, None] + self.offsets
-        for space, part in zip(self.spaces, layer_parts(self.policy, query.shape[1]), strict=True):
-            tokens = (query[:, part.queries], *space.slots.expand(key[:, part.own], value[:, part.own]))
-            mixed, own = output[:, part.queries], part.attention(attention)
-            chunks = Chunks(space, tokens, steps, part.policy, own, mixed)
+        steps = self.spaces[0].slots.seen[:, None] + self.offsets
+        for space, group in zip(self.spaces, self.groups, strict=True):
+            tokens = (group.take(query), *space.slots.expand(group.take(key), group.take(value)))
+            mixed, own = group.take(output), group.attention(attention)
+            chunks = Chunks(space, tokens, steps, group.policy, own, mixed)
             chunks.evict(chunks.attend(slice(0, size)))
+            if group.indexed:
+                group.put(output, mixed)
             space.slots.seen += size
             space.slots.fed += size
         return output
 
     def load(self, slots: LayerSlots) -> None:
         """Begin again from slots that were filled elsewhere, in the same memory."""
-        for space, theirs in zip(self.spaces, parts_of(slots), strict=True):
+        for space, group in zip(self.spaces, self.groups, strict=True):
+            theirs = group.join(parts_of(slots))
             for name, ours in space.slots.tensors().items():
                 ours.copy_(theirs.tensors()[name])
             space.slots.fed, space.slots.packed_at = theirs.fed, theirs.packed_at
@@ -104,8 +109,9 @@ class LaneLayer(BoundedLayer):
 
     def result(self) -> LayerSlots:
         """A copy of what the slots are now."""
-        for space in self.spaces:
+        for space, group in zip(self.spaces, self.groups, strict=True):
             space.close()
+            group.split(space.slots, parts_of(self.shared))
         return self.shared.fork()
 
     def get_seq_length(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.attention import Attention
 from ..core.slots import Columns, Slots
+from ..core.units import UnitPolicies
 from ..policy import KV, Policy
 from .torch import compact as torch_compact
 from .torch import encode as torch_encode
@@ -34,6 +35,7 @@ __all__ = [
     "Scan",
     "compact",
     "compiled",
+    "concurrent_scans",
     "decision_stream",
     "decode",
     "encode",
@@ -69,7 +71,7 @@ def _installed(package: str) -> bool:
 
 def takes_exponentials(device: str, policy: Policy) -> bool:
     """Whether the scan for a kind of device can start from exponentials."""
-    return device == "cpu" and policy.rule is None and compiled(device)
+    return device == "cpu" and policy.rule is None and not isinstance(policy, UnitPolicies) and compiled(device)
 
 
 def scan(
@@ -88,7 +90,8 @@ def scan(
     device = logits.device.type
     if policy.rule is not None and device == "cuda" and compiled(device):
         return rule_graph.scan(logits, columns, steps, policy, attention)
-    if policy.rule is not None or not compiled(device):
+    by_unit = device == "cpu" and isinstance(policy, UnitPolicies)
+    if policy.rule is not None or by_unit or not compiled(device):
         return torch_scan.scan(logits, columns, steps, policy, attention)
     if device == "cuda":
         from .triton import scan as triton_scan
@@ -207,11 +210,20 @@ def fast_chunks(
     dtype, device = tokens[0].dtype, tokens[0].device.type
     if device != "cpu" or dtype not in (pytorch.float32, pytorch.float64) or space.slots.limit is None:
         return None
-    if policy.rule is not None or attention.sharded or not compiled(device):
+    if policy.rule is not None or isinstance(policy, UnitPolicies) or attention.sharded or not compiled(device):
         return None
     from .numba.chunk import Chunks
 
     return Chunks(space, tokens, steps, policy, attention, output)
+
+
+def concurrent_scans(count: int) -> AbstractContextManager[None]:
+    """Inside this context so many scans are launched on streams of a GPU beside each other."""
+    if not compiled("cuda"):
+        return nullcontext()
+    from .triton import concurrency
+
+    return concurrency.concurrent_scans(count * concurrency.scan_count())
 
 
 def decision_stream(device: pytorch.device) -> AbstractContextManager[None]:

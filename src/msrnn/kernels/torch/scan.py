@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.attention import Attention
 from ...core.rules import score_by_rule
 from ...core.slots import NEVER, Columns
+from ...core.units import limits_of, momentum_of
 from ...policy import Policy
 
 
@@ -66,7 +67,7 @@ def _score(
     if columns.gains is not None:
         weights = weights * _by_head(columns.gains, weights.shape[1]).to(weights.dtype)
     batch, units, size = scores.shape
-    return policy.momentum * scores + weights.view(batch, units, -1, size).mean(2), None
+    return (momentum_of(policy) * scores).to(scores.dtype) + weights.view(batch, units, -1, size).mean(2), None
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
@@ -90,8 +91,9 @@ def _victim(scores: Tensor, positions: Tensor, staying: Tensor, now: Tensor, pol
     """
     if policy.capacity is None:
         return torch.zeros_like(staying)
-    full = staying.sum(-1, keepdim=True) > policy.capacity
-    free = staying & (positions >= policy.first) & (positions <= now - policy.last)
+    capacity, first, last = limits_of(policy)
+    full = staying.sum(-1, keepdim=True) > capacity
+    free = staying & (positions >= first) & (positions <= now - last)
     free = torch.where(free.any(-1, keepdim=True), free, staying)  # positions that no text has: the bound still holds
     ranked = scores.masked_fill(~free | scores.isnan(), torch.inf)
     lowest = free & (ranked == ranked.amin(-1, keepdim=True))

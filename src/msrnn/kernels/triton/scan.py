@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.attention import Attention
 from ...core.slots import Columns
+from ...core.units import UnitPolicies
 from ...policy import Policy
 from ..torch import scan as torch_scan
 from ..torch.scan import Scan
@@ -43,6 +44,7 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
         *(logits if gains is None else gains.contiguous(), rough, notes, units, heads // units, rows, size),
         2**31 - 1 if policy.capacity is None else policy.capacity,
         *(policy.first, policy.last, window or 0, *split_momentum(policy.momentum)),
+        numbers=policy.numbers if isinstance(policy, UnitPolicies) else None,
         WINDOW=window is not None,
         SINKS=sinks is not None,
         GAINS=gains is not None,

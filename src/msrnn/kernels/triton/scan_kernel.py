@@ -27,12 +27,21 @@ _GONE = tl.constexpr(2**31 - 1)  # instead of its position, for a column that is
 def scan(
     logits, weights, totals, positions, steps, scores, expiry, sinks, gains, rough, notes,
     units, heads, rows, columns, capacity, first, last, window, momentum, rest, programs,
+    numbers,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, GAINS: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
     SLACK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
     MOST: tl.constexpr, GUESS: tl.constexpr, CLOSE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Program (unit, place): place 0 decides, the others prepare and settle; alone, it does all in turn."""
+    """Program (unit, place): place 0 decides, the others prepare and settle; alone, it does all in turn.
+
+    `numbers`: those of every unit (`core/units.py`), where they differ, or None.
+    """
     unit = (tl.program_id(0) // programs).to(tl.int64)
+    if numbers is not None:
+        numbers += unit % units * 4
+        capacity, first = tl.load(numbers).to(tl.int32), tl.load(numbers + 1).to(tl.int32)
+        last, momentum = tl.load(numbers + 2).to(tl.int32), tl.load(numbers + 3).to(tl.float64, bitcast=True)
+        rest = 0.0
     place = tl.program_id(0) % programs
     logits += unit * heads * rows * columns
     weights += unit * heads * rows * columns
