@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from msrnn.analysis.league import Player, players
+from msrnn.analysis.league import RECALL, Player, mean_recall, players
 from msrnn.analysis.records import read_results
 from tests.docs import pages
 from tests.docs.records import close, numbers
@@ -23,7 +23,7 @@ def tables() -> dict[int, list[list[str]]]:
     return {int(rows[0][0].split(":")[1].split(",")[0]): rows for rows in found}
 
 
-@pytest.mark.parametrize("capacity", [64, 256])
+@pytest.mark.parametrize("capacity", [64, 256, 1024])
 def test_gaps_and_ratios(capacity: int) -> None:
     rows, measured = tables()[capacity], league(SMOLLM, capacity)
     assert [row[0].strip("`") for row in rows] == list(measured)
@@ -34,3 +34,16 @@ def test_gaps_and_ratios(capacity: int) -> None:
             assert close(printed[0], interval.value), (label, cell)
             for edge, value in zip(printed[1:], interval[1:], strict=False):
                 assert close(edge, value), (label, cell)
+
+
+def test_recall() -> None:
+    header, *rows = next(table for table in pages.tables("docs/league.md", "Results") if table[0][0] == "recall")
+    records = read_results([pages.ROOT / "results" / "league.jsonl"])
+    measured = {one.policy for one in records if one.task == "league-needle"}
+    assert {row[0].strip("`") for row in rows} == measured
+    for label, *cells in rows:
+        for kind, cell in zip(header[1:], cells, strict=True):
+            interval = mean_recall(records, label.strip("`"), *RECALL[kind])
+            assert interval is not None
+            for printed, value in zip(numbers(cell), interval, strict=True):
+                assert close(printed, value), (label, kind, cell)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.docs import pages
@@ -69,15 +71,33 @@ def test_turns() -> None:
             same(cell, find(FILE, "recall", policy(label, size), turns=2))
 
 
+def test_qasper() -> None:
+    header, *rows = tables("A larger model")[5]
+    assert [label for label, *_ in rows] == ["`window+4`", "`h2o`", "`tova`", "`fade`"]
+    for label, *cells in rows:
+        for size, cell in zip(sizes(header), cells, strict=True):
+            same(cell, find(FILE, "f1", policy(label, size)))
+
+
 def test_ruler() -> None:
     ((header, *rows),) = tables("RULER")
-    places = [("ruler", 1024), (FILE, 1024), (FILE, 2048)]
-    assert (len(header), len(rows)) == (4, 13)
+    places = [("ruler", 1024), ("ruler", 2048), (FILE, 1024), (FILE, 2048)]
+    assert (len(header), len(rows)) == (5, 14)
     compared = 0
     for label, *cells in rows:
         for (file, length), cell in zip(places, cells, strict=True):
             if cell:
                 same(cell, find(file, "match", policy(label), kind="all", length=length))
                 compared += 1
-    assert compared == 13 * 3 - 6
+    assert compared == 14 * 4 - 11
     assert len([key for key in index(FILE, "match") if key[0] == "full"]) == 2 * 13
+
+
+def test_babilong() -> None:
+    text = " ".join(pages.text("docs/results.md").split())
+    sentence = text[text.index("It names the right place in") : text.index("No policy was measured:")]
+    printed = re.findall(r"\d+ %(?: \[\d+, \d+\])?", sentence)
+    cells = [("qa1", 1024), ("qa1", 1984), ("qa2", 1024), ("qa2", 1984)]
+    for cell, (kind, length) in zip(printed, cells, strict=True):
+        same(cell, find(FILE, "accuracy", "full", kind=kind, length=length))
+    assert all(find(FILE, "accuracy", "full", kind="qa3", length=length)["value"] == 0 for length in (1024, 1984))
