@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
+from msrnn.core import head_groups
 from msrnn.core.attention import Attention
-from msrnn.core.heads import empty_slots, parts_of, read
+from msrnn.core.heads import empty_slots, parts_of, read, read_groups
 from msrnn.plan import parse_layer_policy
 from msrnn.vllm import batch as batches
-from msrnn.vllm import read_graphs, reads
+from msrnn.vllm import read_graphs, reads, rehearsal
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout
 from msrnn.vllm.reads import Row, Sizes, plan
@@ -92,6 +93,23 @@ def test_requests_read_together_equal_each_alone(text, planned):
         requests.check()
         others = [block for block in range(BLOCKS) if block not in requests.homes]
         assert torch.equal(requests.raw[others], before[others])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["fade:30|fade:48|fade:70", "tova-head:150|tova-head:20|tova-head:48", "h2o:48,kv=k8v4|h2o:48|h2o:90,kv=k8v4"],
+)
+def test_kv_heads_read_together_equal_each_text_alone(text, planned, monkeypatch):
+    """As on a GPU: heads of similar size are gathered from their blocks and read side by side."""
+    requests = Requests(text, Attention(SIZE**-0.5), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_groups, "_together", lambda _: True)
+        before = requests.raw.clone()
+        requests.mixed(10)
+        assert any(group.indexed for group in read_groups(requests.blocks, requests.policy))
+    requests.check()
+    others = [block for block in range(BLOCKS) if block not in requests.homes]
+    assert torch.equal(requests.raw[others], before[others])
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -212,8 +230,11 @@ def test_layers_share_their_indices_and_read_nothing_back(monkeypatch, text):
     assert list(batch.plans.values()) == [work]
 
 
-def test_a_rehearsal_needs_no_blocks_of_vllms():
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rehearsal_needs_no_blocks_of_vllms(together, monkeypatch):
     """What runs in vLLM's memory profile on a GPU: reads and steps on memory of its own."""
+    monkeypatch.setattr(head_groups, "_together", lambda _: together)
+    monkeypatch.setattr(rehearsal, "_rehearsed", {})
     for text in ("tova:48", "h2o:48,gain=value_norm", "fade:30|fade:48|fade:30"):
         layout = Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]

@@ -7,7 +7,7 @@ longest with empty ones, read as those of one layer, and copied back. On a CPU e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from .attention import Attention
 from .slots import Slots
 from .units import unit_policies
 
+Layer = Sequence[Slots] | Mapping[int, Slots]  # by the number of the KV head
 _SHORTEST = 256  # tokens: up to twice as many, a chunk's own columns are much of the work
 
 
@@ -52,7 +53,7 @@ class Group:
     def attention(self, layer: Attention) -> Attention:
         return layer if layer.sinks is None else replace(layer, sinks=self.take(layer.sinks[None])[0])
 
-    def join(self, layer: Sequence[Slots]) -> Slots:
+    def join(self, layer: Layer) -> Slots:
         """The slots of these heads side by side; of one head, its own."""
         parts = [layer[head] for head in self.heads]
         first = parts[0]
@@ -68,7 +69,7 @@ class Group:
         rows |= {"next": torch.cat([part.next for part in parts], 1), "seen": first.seen.clone()}
         return Slots(**rows, limit=longest, fed=fed, packed_at=packed)
 
-    def split(self, slots: Slots, layer: Sequence[Slots]) -> None:
+    def split(self, slots: Slots, layer: Layer) -> None:
         """The opposite of `join`, after a read: every head's tokens move to the front of its slots."""
         if slots is layer[self.heads[0]]:
             return

@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import kernels
 from ..core.attention import Attention
 from ..core.formats import decode
-from ..core.heads import LayerSlots, layer_parts, parts_of, step, with_parts
+from ..core.head_groups import Group
+from ..core.heads import LayerSlots, Part, layer_parts, parts_of, read_groups, step, with_parts
 from ..core.recurrence import read
 from ..core.slots import Slots, gain_of
 from ..plan import LayerPolicy
@@ -102,9 +103,50 @@ def attend(
         active = with_parts(blocks, [replace(slots, rows=index, seen=seen) for slots in parts])
         step(active, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
     if batch.rows:
-        for slots, part in zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True):
+        own = list(zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True))
+        for group in read_groups(blocks, policy):
+            if group.indexed:
+                _read_group(group, [own[head] for head in group.heads], batch, query, key, value, attention, output)
+                continue
+            slots, part = own[group.heads[0]]
             new = query[:, part.queries], key[:, part.own], value[:, part.own]
             _read_part(slots, batch, *new, part.policy, part.attention(attention), output[:, part.queries])
+
+
+def _read_group(
+    group: Group,
+    parts: list[tuple[Slots, Part]],
+    batch: Batch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    output: Tensor,
+) -> None:
+    """The prompts of KV heads that have blocks of their own and are read together."""
+    reads = batch.reads(group_sizes([slots for slots, _ in parts], parts[0][1], group, query, attention))
+    for fit in reads.fits:
+        for slots, part in parts:
+            new = query[:, part.queries], key[:, part.own], value[:, part.own]
+            _attend_fitting(slots, fit, *new, part.attention(attention), output[:, part.queries])
+    for segment in reads.segments:
+        rows = [_gather(slots, segment) for slots, _ in parts]
+        whole = group.join(dict(zip(group.heads, rows, strict=True)))
+        zero_empty(whole)  # the shorter heads' last slots are among the others
+        q, k, v = (group.take(segment.rows_of(tensor).transpose(1, 2)) for tensor in (query, key, value))
+        mixed = read(whole, q, k, v, group.policy, group.attention(attention), segment.real, reads.chunk)
+        group.split(whole, dict(zip(group.heads, rows, strict=True)))
+        outputs = torch.split(mixed.transpose(1, 2), mixed.shape[1] // len(parts), 2)
+        for (slots, part), own, out in zip(parts, rows, outputs, strict=True):
+            segment.put(output[:, part.queries], out)
+            _put_back(slots, segment, own)
+
+
+def group_sizes(parts: list[Slots], first: Part, group: Group, query: Tensor, attention: Attention) -> Sizes:
+    """`sizes_of` for heads that are read together: what fits into the smallest fits into all."""
+    longest = max(parts, key=lambda slots: slots.positions.shape[2])
+    one = sizes_of(longest, query[:, first.queries], group.policy, attention)
+    return one._replace(heads=one.heads * len(parts), slot_bytes=one.slot_bytes * len(parts))
 
 
 def _read_part(
@@ -207,21 +249,26 @@ def _read_segment(
     chunk: int,
 ) -> None:
     """One read of all its rows: slots are gathered from the blocks, and scattered back after it."""
-    slots = _gather(blocks, segment, attention)
+    slots = _gather(blocks, segment)
+    if segment.least < blocks.positions.shape[2] - 1 or attention.window is not None:
+        zero_empty(slots)  # empty slots, also between others
     q, k, v = (segment.rows_of(tensor).transpose(1, 2) for tensor in (query, key, value))
     mixed = read(slots, q, k, v, policy, attention, segment.real, chunk)
     segment.put(output, mixed.transpose(1, 2))
+    _put_back(blocks, segment, slots)
+
+
+def _put_back(blocks: Slots, segment: Segment, slots: Slots) -> None:
+    """The opposite of `_gather`."""
     for name, tensor in slots.tensors().items():
         getattr(blocks, name).index_copy_(0, segment.blocks, tensor)
 
 
-def _gather(blocks: Slots, segment: Segment, attention: Attention) -> Slots:
+def _gather(blocks: Slots, segment: Segment) -> Slots:
     """The slots of a segment's rows."""
     rows: dict[str, Any] = {name: tensor[segment.blocks] for name, tensor in blocks.tensors().items()}
     count = blocks.positions.shape[2]
     slots = replace(blocks, **rows | {"seen": segment.seen.clone()}, fed=0 if segment.fresh else count)
     if segment.begins:
         empty_new(slots)
-    if segment.least < count - 1 or attention.window is not None:  # empty slots, also between others
-        zero_empty(slots)
     return slots

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.attention import Attention
-from ..core.heads import LayerSlots, layer_parts, parts_of
+from ..core.heads import LayerSlots, layer_parts, parts_of, read_groups
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout, PartLayout
 from .read_graphs import capture, without_graphs
-from .reads import TAILS, graph_shapes
+from .reads import ROWS, TAILS, graph_shapes
 
 _rehearsed: dict[tuple[object, ...], int] = {}
 seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
@@ -35,11 +35,15 @@ def rehearse(
     Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed. `kinds`: how many there
     are that are not alike.
     """
+    groups = read_groups(layout.carve(_memory(layout, 1, query.device)), layout.policy)
+    together = any(group.indexed for group in groups)
     for own, part in zip(layout.parts, layer_parts(layout.policy, layout.heads), strict=True):
         new = query[:, part.queries], key[:, part.own], value[:, part.own]
-        if _is_new(own, attention, len(query)):
+        if not together and _is_new(own, attention, len(query)):
             _rehearse_reads(own, *new, part.attention(attention), requests, kinds)
     if _is_new(layout, attention, len(query)):
+        if together:
+            _rehearse_groups(layout, query, key, value, attention, requests)
         _rehearse_steps(layout, query, key, value, attention, min(requests, len(query)))
 
 
@@ -57,6 +61,20 @@ def _rehearse_steps(layout: Layout, query: Tensor, key: Tensor, value: Tensor, a
         _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
     with _timed("steps", query.device):
         _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
+
+
+def _rehearse_groups(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int
+) -> None:
+    """Reads of a layer whose KV heads are read in groups; they have no CUDA graphs, as one is a long read already."""
+    new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
+    tokens, chunk, device = len(query), TAILS[-1], query.device
+    rows = max(1, min(ROWS[-1], tokens // chunk, requests))
+    reads = sorted({(rows, chunk), *((count, tail) for tail in TAILS for count in (1, rows))})
+    for part, context in (("compiling", _compiling(query)), ("reads", without_graphs())):
+        with _timed(part, device), context:
+            for count, size in reads:
+                _read(_blocks(layout, count, device), layout, new, attention, output, size)
 
 
 def _compiling(query: Tensor) -> AbstractContextManager[object]:
@@ -124,19 +142,20 @@ def _in_use(blocks: Slots) -> Slots:
 
 
 def _read(
-    blocks: Slots,
-    layout: PartLayout,
+    blocks: LayerSlots,
+    layout: Layout | PartLayout,
     new: tuple[Tensor, Tensor, Tensor],
     attention: Attention,
     output: Tensor,
     size: int,
 ) -> None:
     """Every block's request reads `size` tokens: as one that begins, and as one that has read many."""
-    device, count, tokens = output.device, len(blocks.keys), len(output)
+    parts = parts_of(blocks)
+    device, count, tokens = output.device, len(parts[0].keys), len(output)
     size = max(2, min(size, tokens // count)) if tokens > 1 else 1
     starts = [min(tokens, size * row) for row in range(count + 1)]
     index = torch.arange(count, device=device)
-    for before in (0, blocks.positions.shape[2]):
+    for before in (0, max(part.positions.shape[2] for part in parts)):
         seen = [before] * count
         batch = batch_of(index, torch.tensor(seen, device=device), starts, seen)
         attend(blocks, batch, *new, layout.policy, attention, output)
