@@ -278,7 +278,14 @@ def case_out_of_range_is_idle() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["fade:4|tova-head:8", "fade:1|fade:8", "fade:4|fade:8,kv=int8", "window:4|h2o:8", "h2o:4,gain=value_norm|h2o:8"],
+    [
+        "fade:4|tova-head:8",
+        "fade:1|fade:8",
+        "fade:4|fade:8,kv=int8",
+        "window:4|h2o:8",
+        "h2o:4,gain=value_norm|h2o:8",
+        "key_norm-head:4|key_norm-head:8",
+    ],
 )
 def case_heads_of_other_kinds_step_alone(text: str) -> None:
     policy = parse_layer_policy(text)

@@ -58,17 +58,11 @@ def _addresses(slots: Slots) -> tuple[int, ...]:
 
 def _alike(slots: Sequence[Slots], policies: Sequence[Policy], window: int | None) -> bool:
     """Whether heads differ in numbers only: one unit each, the same tensors, decisions of the same kind."""
-    kinds = {(decides_by_age(policy, window), policy.gain, policy.kv, policy.rule) for policy in policies}
-    shapes = {
-        (
-            tuple(
-                (name, rows.dtype, len(rows), *rows.shape[3:]) for name, rows in one.tensors().items() if name != "seen"
-            )
-        )
-        for one in slots
-    }
+    kinds = {(decides_by_age(policy, window), policy.gain, policy.kv) for policy in policies}
+    tensors = ({name: rows for name, rows in one.tensors().items() if name != "seen"} for one in slots)
+    shapes = {tuple((name, rows.dtype, len(rows), rows.shape[3:]) for name, rows in one.items()) for one in tensors}
     single = all(one.keys.shape[1] == one.positions.shape[1] == 1 and fits(one) for one in slots)
-    return single and len(kinds) == len(shapes) == 1
+    return single and len(kinds) == len(shapes) == 1 and all(policy.rule is None for policy in policies)
 
 
 def _table(
