@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from msrnn import kernels
 from msrnn.core.attention import Attention
 from msrnn.core.recurrence import read, step
 from msrnn.core.slots import Slots
@@ -235,3 +236,18 @@ def test_a_plan_too_short_for_the_model_is_refused(monkeypatch):
     monkeypatch.setenv("MSRNN_POLICY", "tova:8;tova:9")
     with pytest.raises(ValueError, match="names 2 layers, the model has a layer 2"):
         settings.policy_of(2)
+
+
+def test_a_step_hands_all_kv_heads_to_the_kernel_at_once(monkeypatch):
+    """With tables that outlive the views of a batch, since a CUDA graph cannot make new ones."""
+    calls, layout = [], layout_of("fade:8|fade:3|fade:20")
+    raw, whole = memory(layout).zero_(), kernels.step_heads
+    monkeypatch.setattr(kernels, "step_heads", lambda *arguments: calls.append(arguments) or whole(*arguments))
+    new = [torch.randn(2, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    for seen in (0, 1):
+        batch = batch_of(torch.tensor([3, 1]), torch.tensor([seen, seen]), [0, 1, 2])
+        attend(layout.carve(raw), batch, *new, layout.policy, Attention(1.0), torch.empty(2, HEADS, SIZE))
+    (first, *_, tables, _), (again, *_, others, _) = calls
+    assert [slots.limit for slots in first] == [slots.limit for slots in again] == [9, 4, 21]
+    assert all(slots.rows.tolist() == [3, 1] for slots in first)
+    assert tables is others
