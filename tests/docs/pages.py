@@ -25,8 +25,12 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def commands(name: str) -> list[str]:
-    """Lines of code blocks that run msrnn, and whole command lines within sentences."""
-    lines = [line.strip() for body in blocks(name, "") for line in body.splitlines()]
+    """Lines of code blocks that run msrnn, and whole command lines within sentences.
+
+    Continued lines are joined; what another command would print, `$(...)`, is left out.
+    """
+    joined = [re.sub(r"\\\n\s*|\$\([^)]*\)", "", body) for body in blocks(name, "")]
+    lines = [line.strip() for body in joined for line in body.splitlines()]
     spans = [" ".join(span.split()) for span in re.findall(r"`(msrnn [^`]+)`", prose(name))]
     whole = [span for span in spans if re.search(r"--|\.\w", span) and not re.search(r"\b(N|SIZE)\b", span)]
     return [line for line in lines if line.startswith("msrnn ")] + whole
