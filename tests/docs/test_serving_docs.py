@@ -75,15 +75,17 @@ def test_info_and_serve_agree(llama, started, capsys, policy):  # noqa: F811
     assert info < state < info * 1.001
 
 
-def test_loads_on_a_gpu_are_what_was_measured():
+@pytest.mark.parametrize("name, number", [("vllm_gpu", 0), ("part/vllm_gpu_llama2", 1)])
+def test_loads_on_a_gpu_are_what_was_measured(name, number):
     """Every load that both engines ran: stock's figure, ours and their ratio."""
-    measured = ratios(read_results([ROOT / "results" / "vllm_gpu.jsonl"]), LOADS)
-    (_, *rows), *_ = pages.tables("docs/serving.md", "On a GPU")
-    assert {row[0].removesuffix(" (o)") for row in rows} == set(measured)
-    for label, *cells, _ in rows:
-        stock, ours = measured[label.removesuffix(" (o)")]
+    measured = ratios(read_results([ROOT / "results" / f"{name}.jsonl"]), LOADS)
+    _, *rows = pages.tables("docs/serving.md", "On a GPU")[number]
+    loads = [row[0].removesuffix(" (o)").removesuffix(", side by side") for row in rows]
+    assert set(loads) == set(measured)
+    for load, (_, *cells, _) in zip(loads, rows, strict=True):
+        stock, ours = measured[load]
         for cell, value in zip(cells, (stock, ours, ours / stock), strict=True):
-            assert close(numbers(cell)[0], value), (label, cell, value)
+            assert close(numbers(cell)[0], value), (load, cell, value)
 
 
 def test_what_an_earlier_commit_measured_is_marked():
