@@ -82,10 +82,10 @@ def test_loads_on_a_gpu_are_what_was_measured(name, number):
     _, *rows = pages.tables("docs/serving.md", "On a GPU")[number]
     loads = [row[0].removesuffix(" (o)").removesuffix(", side by side") for row in rows]
     assert set(loads) == set(measured)
-    for load, (_, *cells, _) in zip(loads, rows, strict=True):
-        stock, ours = measured[load]
+    for label, (_, *cells, _) in zip(loads, rows, strict=True):
+        stock, ours = measured[label]
         for cell, value in zip(cells, (stock, ours, ours / stock), strict=True):
-            assert close(numbers(cell)[0], value), (load, cell, value)
+            assert close(numbers(cell)[0], value), (label, cell, value)
 
 
 def test_what_an_earlier_commit_measured_is_marked():
