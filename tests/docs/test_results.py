@@ -192,7 +192,7 @@ def test_speed_on_a_cpu() -> None:
 
 
 def test_compared_with_kvpress() -> None:
-    _, *rows = tables("Peers")[2]
+    _, *rows = tables("Peers")[3]
     found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
     for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
         assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
@@ -200,7 +200,7 @@ def test_compared_with_kvpress() -> None:
         assert close(loss, found[run]["perplexity"])
 
 
-@pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (1, 1024, 128, 5)])
+@pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (2, 1024, 128, 5)])
 def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
     _, *rows = tables("Peers")[table]
     assert len(rows) == count
@@ -216,6 +216,15 @@ def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
             middle, low, high = map(float, numbers(gap))
             assert middle == pytest.approx(100 * (perplexity_of(label) / full - 1), abs=0.051)
             assert low <= middle <= high
+
+
+def test_recall_of_peers() -> None:
+    _, *rows = tables("Peers")[1]
+    assert len(rows) == 13
+    for label, ruler, *needles in rows:
+        same(ruler, find("peers", "match", label, work="ruler", kind="all", length=2048))
+        for kind, cell in zip(("needle", "passkey"), needles, strict=True):
+            assert close(cell, find("peers", "recall", label, work="needle", kind=kind, length=2048)["value"])
 
 
 def test_every_record_file_is_named_in_the_docs() -> None:

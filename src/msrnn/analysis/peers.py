@@ -70,8 +70,9 @@ def peers_figure(records: Sequence[Record], path: str | Path) -> Path:
     subset = select(records, TASK)
     sizes = [int(one.capacity) for one in subset if one.capacity and one.cell["work"] != "memory"]
     capacity = max(set(sizes), key=lambda size: (sizes.count(size), size))
+    answers = {run for work in RECALL.values() for run in recall(subset, capacity, work) if run != FULL}
     rows = list(gaps(subset, capacity))[::-1]
-    answers = any(run in rows for work in RECALL.values() for run in recall(subset, capacity, work))
+    rows += sorted(answers - set(rows))
     memory = [one for one in subset if one.metric == "peak bytes"]
     widths = [3.0, *([2.0] if answers else []), *([2.6] if memory else [])]
     figure = new_figure(3 + 1.7 * sum(widths), 0.3 * len(rows) + 2.2)
@@ -93,7 +94,8 @@ def _colour(run: str) -> str:
 
 
 def _gap_panel(axes: Axes, records: Sequence[Record], rows: Sequence[str], capacity: int) -> None:
-    for place, (run, gap) in enumerate((run, gaps(records, capacity)[run]) for run in rows):
+    measured = gaps(records, capacity)
+    for place, (run, gap) in enumerate((run, measured[run]) for run in rows if run in measured):
         low, high = (gap.value if edge is None else edge for edge in gap[1:])
         axes.plot([100 * low, 100 * high], [place, place], color=_colour(run), linewidth=1.2)
         axes.plot(100 * gap.value, place, "o", color=_colour(run), markersize=5)
