@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp
+
 import pytest
 
 from tests.docs import pages
@@ -43,3 +45,11 @@ def test_full_attention_and_books() -> None:
     section = text[text.index("## A model with sliding windows") :]
     same(section[section.index("Full attention: ") :].split("]")[0] + "]", full)
     assert f"the first chunk of 4,096 tokens of {full['groups']} books" in section
+
+
+def test_full_attention_on_the_books_read_with_128_slots() -> None:
+    parts = find("gemma", "perplexity", "full")["parts"]
+    books = find("gemma", "perplexity", "tova:128")["parts"]
+    nll, tokens = (sum(parts[book][column] for book in books) for column in ("nll", "tokens"))
+    text = " ".join(pages.text("docs/results.md").split())
+    assert f"{len(books)} of the books were read, where full attention has {exp(nll / tokens):.2f}" in text
