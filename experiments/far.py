@@ -25,6 +25,7 @@ from msrnn.eval import positions
 from msrnn.eval.measurements import Measurements
 from msrnn.eval.perplexity import Positions, token_nll
 from msrnn.eval.record import Record
+from msrnn.hf.best import resolve
 from msrnn.hf.identity import profile_identity
 from msrnn.policy import split_policy
 from msrnn.system import provenance
@@ -159,10 +160,11 @@ def main() -> None:
     choosing, reporting = split(arguments.data)
     texts = {"choosing": choosing, "reporting": reporting, "all": choosing + reporting}[arguments.half]
     books = Books(model, tokenizer, texts[: arguments.limit], arguments)
-    for policy in arguments.policy:
+    policies = [str(resolve(policy, model, length=arguments.length)) for policy in arguments.policy]
+    for policy in policies:
         books.bins(policy)
-    report(books, arguments.policy)
-    save(arguments.out, records(books, arguments.policy))
+    report(books, policies)
+    save(arguments.out, records(books, policies))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ def load(name: str) -> list[Record]:
 
 def policy(label: str, slots: int | None = None) -> str:
     """`tova` + profile at 512 slots -> tova:512,profile=...; a label may have its own size."""
-    name = re.sub(r"[`*]| \+ profile", "", label).removesuffix(" attention")
+    by_head = "-heads" if label.endswith(" by KV head") else ""
+    name = re.sub(r"[`*]| \+ profile| by KV head", "", label).removesuffix(" attention")
     name = name.replace("short context", "baseline").split(", ")[-1]
     sized = name if name == "full" or ":" in name else f"{name}:{slots}"
-    return sized + (PROFILE if "+ profile" in label else "")
+    return sized + (PROFILE + by_head if "+ profile" in label else "")
 
 
 @cache

@@ -154,6 +154,8 @@ def test_a_profile_by_kv_head_comes_first_and_takes_no_more_bytes(shipped: str, 
         for cache in caches:
             model(torch.arange(100)[None] % 64, past_key_values=cache)
     assert caches[0].nbytes <= caches[1].nbytes == best.limit_bytes
+    assert [resolution("best:16", model, length=length).profile for length in (256, 257)] == ["a-by-head", shipped]
+    assert not msrnn.cache(model, "best:16", length=257).plan.by_head  # beyond the trained context
 
 
 def test_a_configuration_finds_the_profile_by_its_files_or_else_by_its_name(shipped: str, tmp_path: Path) -> None:
@@ -205,6 +207,19 @@ def test_an_evaluation_names_what_was_asked_and_what_it_stands_for(tmp_path: Pat
     with pytest.raises(ValueError, match="is a fraction of a length that is not known here"):
         make_experiment(table | {"policies": ["best:1/8"]}, tasks.settings())
     assert sized("best", 16, model).average == 35
+
+
+def test_an_evaluation_beyond_the_trained_context_says_how_long_its_texts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+    resolve_at = lambda text, model, length=None: lengths.append(length) or resolve(text, model)  # noqa: E731
+    monkeypatch.setattr("msrnn.eval.run.resolve", resolve_at)
+    table = {"data": str(tiny_eval.texts(tmp_path / "d")), "policies": ["best:16"]}
+    for task in ({"task": "extrapolation", "length": 600, "bin": 100}, {"task": "pg19", "chunk": 64}):
+        setup = make_experiment(table | task, tasks.settings())
+        run(setup, tiny_eval.model(), tiny_eval.tokenizer(), tmp_path / f"{task['task']}.jsonl", quiet=True)
+    assert lengths == [600, None]
 
 
 def test_vllms_processes_replace_it_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:

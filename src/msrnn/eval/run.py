@@ -64,7 +64,8 @@ def run(
         resources.earlier_output = log.output
         runner = Runner(task, resources, log, experiment.batch, deadline(minutes), experiment.engine)
         prompts = runner.prompts(experiment.limit)
-        entries = experiment.entries(lambda text: resolve(text, model))
+        length = getattr(experiment.settings, "length", None)  # where a text may be longer than the trained context
+        entries = experiment.entries(lambda text: resolve(text, model, length=length))
         runner.run(entries, prompts, quiet)
         records = list(runner.records(experiment, entries, prompts))
         write_records(out, records)

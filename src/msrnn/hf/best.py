@@ -56,10 +56,10 @@ def resolution(
     length: int | None = None,
     revision: str | None = None,
 ) -> Resolution:
-    """`best:256`, `best:1/8`, `best:64MiB`, with `kv=` and `profile=` where they are given."""
+    """`best:256`, `best:1/8`, `best:64MiB`, with `kv=` and `profile=` where they are given, for texts of `length`."""
     layers, dtype = geometry(model), dtype or model.dtype or torch.float32
-    length = length or getattr(text_config(model), "max_position_embeddings", None)
-    kind, limit = recommended(split_policy(text)), _limit(text, layers, dtype, length)
+    context = getattr(text_config(model), "max_position_embeddings", None)
+    kind, limit = recommended(split_policy(text)), _limit(text, layers, dtype, length or context)
     if _kv(kind) is None:
         kind = _with_format(kind, layers, dtype, limit)
     if (least := _state_bytes(kind, 1, layers, dtype)) > limit:
@@ -67,7 +67,8 @@ def resolution(
     for layer in layers:
         check_sizes(_kv(kind), layer.head_size)
     slots = _slots(kind, layers, dtype, limit)
-    profile = kind.profile or _shipped(model, slots, revision)
+    beyond = length is not None and context is not None and length > context
+    profile = kind.profile or _shipped(model, slots, revision, by_layer=beyond)
     if profile and is_by_head(profile):
         slots = _slots(kind, layers, dtype, limit, by_head=True)
     policy = str(replace(kind, size=str(slots), profile=profile))
@@ -119,12 +120,16 @@ def _kv(kind: PolicyText) -> KV | None:
     return parse_policy(replace(kind, size="1").policy).kv
 
 
-def _shipped(model: PreTrainedModel | PreTrainedConfig, slots: int, revision: str | None) -> str | None:
+def _shipped(
+    model: PreTrainedModel | PreTrainedConfig, slots: int, revision: str | None, *, by_layer: bool
+) -> str | None:
     """The name of the package's profile for these weights, where it has capacities for such an average.
 
-    One by KV head comes first: it says where slots are needed more finely.
+    One by KV head comes first: it says where slots are needed more finely. But what its heads need was measured within
+    the trained context, and far beyond it budgets by layer are better (docs/results.md): there `by_layer` asks for one.
     """
-    for name in sorted(shipped_profiles(), key=is_by_head, reverse=True):
+    names = [name for name in shipped_profiles() if not (by_layer and is_by_head(name))]
+    for name in sorted(names, key=is_by_head, reverse=True):
         if fits(name, model, revision) and slots >= min(open_profile(name)["grid"]):
             return name
     return None

@@ -35,8 +35,8 @@ def cache(
     """A bounded `past_key_values` for `generate` or a plain forward.
 
     `policy` is text (`best:256`, `tova:512`, `window+4:1/8`, `h2o:2GiB`, `tova:256,profile=FILE`), a Policy, or one per
-    layer. A fraction is of `length`, the model's trained context unless given. A profile made for another model is
-    refused.
+    layer. A fraction is of `length`, the model's trained context unless given; say how long the text will be where it
+    is longer than that, as `best` has other budgets then. A profile made for another model is refused.
     `prompt="oneshot"` reads every call's tokens under full attention and only then drops down to the capacity, as the
     paper's released code does. transformers' continuous batching has a cache of its own and takes no `past_key_values`.
 
