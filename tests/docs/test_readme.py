@@ -54,10 +54,10 @@ def test_quality() -> None:
 
 
 def test_ruler() -> None:
-    found = re.search(r"`tova:256` answers ([\d.]+) % right, .* bytes ([\d.]+) %, full attention ([\d.]+) %", README)
+    found = re.search(r"`tova:512` answers ([\d.]+) % right, .* bytes ([\d.]+) %, full attention ([\d.]+) %", README)
     assert found is not None
-    values = {one["policy"]: one["value"] for one in load("ruler") if one["cell"] == {"kind": "all", "length": 1024}}
-    policies = ("tova:256", "fade:496,kv=int8,profile=SmolLM2-135M-Instruct", "full")
+    values = {one["policy"]: one["value"] for one in load("ruler") if one["cell"] == {"kind": "all", "length": 2048}}
+    policies = ("tova:512", "best:512", "full")
     assert all(close(printed, values[policy]) for printed, policy in zip(found.groups(), policies, strict=True))
 
 
