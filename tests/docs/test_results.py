@@ -139,8 +139,9 @@ def test_the_judge() -> None:
     assert (len(pairs), sum(part["agreement"] for part in pairs)) == (126, 2)
 
 
-def test_which_tokens_stay() -> None:
-    header, *rows = tables("Which tokens stay")[0]
+@pytest.mark.parametrize("name, table", [("retention", 0), ("tinyllama", 2)])
+def test_which_tokens_stay(name: str, table: int) -> None:
+    header, *rows = tables("Which tokens stay")[table]
     metrics = ["recent share", "first token held", "tokens 2 to 25 held", *["steps kept"] * 4, "agreement of layers",
                "agreement of layers on older tokens"]  # fmt: skip
     classes = {4: ".", 5: ")", 6: "POS"}
@@ -148,7 +149,7 @@ def test_which_tokens_stay() -> None:
     for number, (metric, (_, *cells)) in enumerate(zip(metrics, rows, strict=True)):
         cell = {"class": classes[number]} if number in classes else {}
         for label, printed in zip(header[1:], cells, strict=True):
-            same(printed, find("retention", metric, policy(label), **cell))
+            same(printed, find(name, metric, policy(label), **cell))
 
 
 def test_the_papers_steps_kept() -> None:
