@@ -15,7 +15,7 @@ from msrnn.core.units import unit_policies
 from msrnn.kernels import Scan
 from msrnn.kernels.torch import scan as torch_scan
 from msrnn.policy import Policy, parse_policy, with_capacity
-from tests.support.interpreted import INTERPRETED, run_cases
+from tests.support.interpreted import INTERPRETED, nan_in_fresh_memory, run_cases
 
 if INTERPRETED:
     from msrnn.kernels.triton import scan as triton_scan
@@ -33,10 +33,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks and tiles so small that a few rows and heads make several of them, and NaN in all memory that is fresh."""
     monkeypatch.setattr(triton_scan, "_ROWS", 2)
     monkeypatch.setattr(triton_scan, "_TILE", 8)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_in_fresh_memory():
+        yield
 
 
 def chunk(

@@ -16,7 +16,7 @@ from msrnn.core.slots import Slots
 from msrnn.kernels.torch import step as torch_step
 from msrnn.plan import HeadPolicies, parse_layer_policy, per_layer
 from msrnn.vllm.block import Layout
-from tests.support.interpreted import INTERPRETED, run_cases
+from tests.support.interpreted import INTERPRETED, nan_in_fresh_memory, run_cases
 
 if INTERPRETED:
     from msrnn.kernels.triton import step as triton_step
@@ -30,12 +30,10 @@ def test_interpreted() -> None:
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
+def fresh_memory() -> Iterator[None]:
+    with nan_in_fresh_memory():
+        yield
     triton_step._cut.cache_clear()
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from msrnn.core.attention import Attention
 from msrnn.core.slots import Slots
 from msrnn.kernels.torch import step as torch_step
 from msrnn.policy import parse_policy
-from tests.support.interpreted import INTERPRETED, run_cases
+from tests.support.interpreted import INTERPRETED, nan_in_fresh_memory, run_cases
 
 if INTERPRETED:
     from msrnn.kernels.triton import step as triton_step
@@ -27,12 +27,10 @@ def test_interpreted() -> None:
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
+def fresh_memory() -> Iterator[None]:
+    with nan_in_fresh_memory():
+        yield
     triton_step._cut.cache_clear()
-    torch.use_deterministic_algorithms(False)
 
 
 def compare(

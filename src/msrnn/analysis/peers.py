@@ -94,8 +94,8 @@ def _colour(run: str) -> str:
 
 
 def _gap_panel(axes: Axes, records: Sequence[Record], rows: Sequence[str], capacity: int) -> None:
-    measured = gaps(records, capacity)
-    for place, (run, gap) in enumerate((run, measured[run]) for run in rows if run in measured):
+    by_run = gaps(records, capacity)
+    for place, (run, gap) in enumerate((run, by_run[run]) for run in rows if run in by_run):
         low, high = (gap.value if edge is None else edge for edge in gap[1:])
         axes.plot([100 * low, 100 * high], [place, place], color=_colour(run), linewidth=1.2)
         axes.plot(100 * gap.value, place, "o", color=_colour(run), markersize=5)
