@@ -16,13 +16,13 @@ from .style import add_title, hide_spines, new_figure, save_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# task -> its metric, what that is multiplied by, and the title
-TASKS = {"ruler": ("match", 1.0, "RULER"), "babilong": ("accuracy", 100.0, "BABILong")}
+# task -> its metric, in per cent, and the title
+TASKS = {"ruler": ("match", "RULER"), "babilong": ("accuracy", "BABILong")}
 
 
 def ruler_maps(records: Sequence[Record], path: str | Path) -> Path:
     """Right answers in per cent by policy and kind, the mean over all kinds first."""
-    subset = [one for task, (metric, *_) in TASKS.items() for one in select(records, task, metric)]
+    subset = [one for task, (metric, _) in TASKS.items() for one in select(records, task, metric)]
     panels = sorted({(list(TASKS).index(one.task), float(one.cell["length"])) for one in subset})
     policies = _policies(subset)
     widths = [len(_kinds(_panel_records(subset, *panel))) for panel in panels]
@@ -30,7 +30,7 @@ def ruler_maps(records: Sequence[Record], path: str | Path) -> Path:
     places = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     for axes, (task, length) in zip(places, panels, strict=True):
         _map(axes, _panel_records(subset, task, length), policies)
-        axes.set_title(f"{list(TASKS.values())[task][2]}, {length:,.0f} tokens", fontsize=9)
+        axes.set_title(f"{list(TASKS.values())[task][1]}, {length:,.0f} tokens", fontsize=9)
     places[0].set_yticks(range(len(policies)), [short_name(policy) for policy in policies])
     add_title(figure, subset, "Right answers in per cent")
     return save_figure(figure, path)
@@ -55,7 +55,7 @@ def _map(axes: Axes, subset: Sequence[Record], policies: Sequence[str]) -> None:
     square = np.full((len(policies), len(kinds)), np.nan)
     for one in subset:
         place = policies.index(one.policy), kinds.index(str(one.cell["kind"]))
-        square[place] = one.value * TASKS[one.task][1]
+        square[place] = one.value
     axes.imshow(square, cmap="Blues", vmin=0, vmax=100, aspect="auto")
     _write(axes, square)
     axes.set_xticks(range(len(kinds)), kinds, rotation=60, ha="right", rotation_mode="anchor")
