@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -292,15 +292,18 @@ def seconds(call: Callable[[], object], runs: int = 5, least: float = 0.03) -> l
     return measure.seconds(call, DEVICE, runs, least)
 
 
-def compile_all() -> None:
-    """On threads, before anything is checked; one after the other would take minutes."""
+def compile_all(part: str) -> None:
+    """On threads, before anything is checked or timed; one after the other would take minutes."""
     from msrnn.kernels.triton.compilation import compiling_only
 
     with compiling_only():
-        for case in CASES:
+        for case in CASES if part == "checks" else ():
             policy, attention, slots, new = start(case)
             together(slots, new, policy, attention)
             alone(slots, new, policy, attention)
+        compile_reads(part)
+        if part == "checks":
+            return
         for kv, batch in TIMES:
             for name, own in policies(kv).items():
                 for longest in limits(name, batch):
@@ -309,18 +312,17 @@ def compile_all() -> None:
                         advance_of(own, batch)()
                     measure.clear(DEVICE)
         advance_of(policies("")["4 long heads"], 1, one_by_one=True)()
-        compile_reads()
     triton_step._cut.cache_clear()
 
 
-def compile_reads() -> None:
+def compile_reads(part: str) -> None:
     for side_by_side in (True, False):
         with patched(head_groups, "_together", lambda _, value=side_by_side: value):
-            for kind, share in READS:
+            for kind, share in READS if part == "checks" else ():
                 policy, sizes = per_layer(kind, [BUDGETS])[0], (len(BUDGETS) * share, len(BUDGETS), len(BUDGETS))
                 new = [torch.randn(2, n, LENGTH, SIZE, device=DEVICE, dtype=torch.float64) for n in sizes]
                 read_anew(heads.empty_slots(policy, new[1], new[2], sizes[0]), new, policy)
-            for name, own in policies("").items():
+            for name, own in policies("").items() if part == "times" else ():
                 new = [torch.randn(1, 32, 1100, SIZE, device=DEVICE).bfloat16() for _ in range(3)]
                 if side_by_side or name == "0.4 to 1.6":
                     read_anew(heads.empty_slots(own, new[1], new[2], 32), new, own)
@@ -339,6 +341,7 @@ def words(values: dict[str, Any]) -> str:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["checks", "times"], choices=["checks", "times"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -351,20 +354,29 @@ def main() -> None:
         if arguments.out:
             append_lines(arguments.out, [{"kind": "heads", **row} | shared])
 
-    if ON_GPU:
-        compile_all()
+    for part in arguments.parts:
+        if ON_GPU:
+            compile_all(part)
+        for row in checks() if part == "checks" else times():
+            record(row)
+    sys.exit(0 if good else "something differs: see above")
+
+
+def checks() -> Iterator[dict[str, Any]]:
     for case in CASES:
         about = {"policy": case[0], "share": case[1], "dtype": str(case[2])[6:]}
-        record(check_steps(case, 40 if ON_GPU else 1) | about)
+        yield check_steps(case, 40 if ON_GPU else 1) | about
         for aside in (False, True) if ON_GPU else ():
-            record(check_graph(case, aside) | about)
+            yield check_graph(case, aside) | about
     for kind, share in READS:
-        record(check_read(kind, share) | {"policy": kind, "share": share, "dtype": "float64"})
+        yield check_read(kind, share) | {"policy": kind, "share": share, "dtype": "float64"}
+
+
+def times() -> Iterator[dict[str, Any]]:
     if ON_GPU:
         for kv, batch in TIMES:
-            record(time_steps(kv, batch))
-        record(time_reads())
-    sys.exit(0 if good else "something differs: see above")
+            yield time_steps(kv, batch)
+        yield time_reads()
 
 
 if __name__ == "__main__":

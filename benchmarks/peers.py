@@ -47,12 +47,12 @@ RUNS = {
     "peers_kvpress.py": KVPRESS,
     "peers_llamacpp.py": ("llama.cpp full", "llama.cpp shift"),
 }
-MEMORY_RUNS = {
-    "peers_msrnn.py": (
-        *("transformers full", "transformers static", "transformers sliding"),
-        *("msrnn tova", "msrnn fade", "msrnn best"),
-    ),
+MEMORY_RUNS = {  # the most telling first, for a time limit
     "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
+    "peers_msrnn.py": (
+        *("transformers full", "msrnn tova", "msrnn best"),
+        *("transformers sliding", "transformers static", "msrnn fade"),
+    ),
 }
 QUANTISED = ("transformers quantised, 4 bits", "transformers quantised, 2 bits")  # where optimum-quanto is installed
 KEEP_ALL = ("transformers full", "transformers static", "llama.cpp full", *QUANTISED)
@@ -112,13 +112,16 @@ def memory_jobs(options: argparse.Namespace, resources: Resources) -> Iterator[J
 JOBS = {"pg19": pg19_jobs, "recall": recall_jobs, "memory": memory_jobs}
 
 
-def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Results:
-    """Results by run, measured where they are not there yet; only jobs that all runs have done."""
+def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Iterator[Results]:
+    """Results by run after each worker, measured where they are not there yet; of a worker that failed, those it has.
+
+    Qualities are compared on jobs that all runs have done; times and bytes stand for themselves.
+    """
     path = options.work / f"{part}.jobs.jsonl"
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     out = options.work / f"{part}.{options.capacity}.results.jsonl"
     for script, runs in (MEMORY_RUNS if part == "memory" else RUNS).items():
-        if not (chosen := [run for run in present(script, runs) if run.startswith(tuple(options.runs))]):
+        if not (chosen := in_order(present(script, runs), options.runs)):
             continue
         python, model = worker(script, part, options)
         if python is None:
@@ -126,8 +129,24 @@ def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Results:
         command = [python, str(HERE / script), "--model", model, "--jobs", str(path), "--out", str(out)]
         command += ["--capacity", str(options.capacity), "--threads", str(options.threads), "--runs", *chosen]
         command += ["--device", options.device, "--dtype", options.dtype, "--deadline", str(options.deadline)]
-        subprocess.run(command, check=True)
-    return by_run(out)
+        if time.time() < options.deadline:
+            run_worker(command, options.limit)
+        yield by_run(out, together=part != "memory")
+
+
+def run_worker(command: list[str], limit: float | None) -> None:
+    """What a worker has written counts, however it ends."""
+    script = Path(command[1]).name
+    try:
+        if code := subprocess.run(command, timeout=limit).returncode:
+            print(f"{script} ended with exit code {code}", flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"{script} was ended after {limit:.0f} s", flush=True)
+
+
+def in_order(runs: tuple[str, ...], prefixes: list[str]) -> list[str]:
+    """The runs whose names begin so, in the order of the prefixes."""
+    return list(dict.fromkeys(run for prefix in prefixes for run in runs if run.startswith(prefix)))
 
 
 def present(script: str, runs: tuple[str, ...]) -> tuple[str, ...]:
@@ -147,10 +166,13 @@ def worker(script: str, part: str, options: argparse.Namespace) -> tuple[str | N
     return python, options.model
 
 
-def by_run(path: Path) -> Results:
+def by_run(path: Path, together: bool) -> Results:
+    """Lines of the results by run; `together`: of the jobs that all runs have done."""
     runs: dict[str, dict[str, Job]] = {}
-    for one in map(json.loads, path.read_text().splitlines()):
+    for one in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
         runs.setdefault(one["run"], {})[one["id"]] = one
+    if not together:
+        return {run: list(lines.values()) for run, lines in runs.items()}
     common = set.intersection(*(set(lines) for lines in runs.values())) if runs else set()
     return {run: [lines[name] for name in sorted(common)] for run, lines in runs.items()}
 
@@ -267,10 +289,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=600, help="start no job after this time")
+    parser.add_argument("--limit", type=float, help="seconds after which a worker is ended (default: none)")
     parser.add_argument("--kvpress", default=str(HERE.parent / ".venv-kvpress" / "bin" / "python"))
     parser.add_argument("--llamacpp", help="a python that has llama-cpp-python (default: none)")
     parser.add_argument("--gguf", help="the model as a GGUF file, for llama.cpp")
-    parser.add_argument("--runs", nargs="+", default=[""], help="only those whose names begin so, such as llama.cpp")
+    parser.add_argument("--runs", nargs="+", default=[""], help="those whose names begin so, in this order")
     parser.add_argument("--work", type=Path, default=Path("/tmp/msrnn-peers"), help="jobs and results so far")
     parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "peers.jsonl")
     options = parser.parse_args()
@@ -285,8 +308,11 @@ def main() -> None:
     resources = Resources(None, AutoTokenizer.from_pretrained(options.model), options.data)  # type: ignore[arg-type]
     for part in options.parts:
         start = time.monotonic()
-        results = do(part, options, list(JOBS[part](options, resources)))
-        records = list(RECORDS[part](options, results, resources))
+        records: list[Record] = []
+        for results in do(part, options, list(JOBS[part](options, resources))):
+            records = list(RECORDS[part](options, results, resources))
+            if part == "memory":  # no other worker changes these
+                write_records(options.out, records)
         show(records)
         print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
         write_records(options.out, records)

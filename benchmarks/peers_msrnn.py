@@ -1,11 +1,15 @@
 """msrnn's policies, and the caches of transformers itself, on the jobs of benchmarks/peers.py.
 
-transformers' quantised caches hold all tokens, in 4 or 2 bits, and the newest 128 as they are.
+transformers' quantised caches hold all tokens, in 4 or 2 bits, and the newest 128 as they are. quanto would build
+an extension with a compiler at its first use; here codes are unpacked with PyTorch: its numbers are the same, its steps
+may be slower than with the extension.
 """
 
 from contextlib import nullcontext
 from importlib.metadata import version
+from types import SimpleNamespace
 
+import torch
 from peers_work import serve
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -21,7 +25,21 @@ def bounded(policy):
 
 
 def quantised(bits):
-    return lambda model, length, capacity: (QuantizedCache("quanto", model.config, nbits=bits), nullcontext())
+    def run(model, length, capacity):
+        cache = QuantizedCache("quanto", model.config, nbits=bits)
+        from optimum.quanto.library.extensions import get_extension
+
+        get_extension(f"quanto_{'cuda' if model.device.type == 'cuda' else 'cpp'}")._lib = SimpleNamespace(
+            unpack=unpack
+        )
+        return cache, nullcontext()
+
+    return run
+
+
+def unpack(packed, bits):
+    """Codes of `bits` from bytes, the lowest bits of all bytes first, as quanto packs them."""
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
 
 
 def sliding(model, length, capacity):

@@ -10,6 +10,7 @@ Results go to a file, one line each; what is there already is not done again.
 
 import gc
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def work(model, make, job):
 
 
 def serve(runs, versions):
-    """Every job by every run that was asked for, job by job, so that all runs meet the same conditions."""
+    """Every job by every run that was asked for; a run that fails is named, and the others go on."""
     args = arguments(runs)
     torch.set_num_threads(args.threads)
     disable_progress_bar()
@@ -102,14 +103,28 @@ def serve(runs, versions):
     model.to(args.device)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {(line["run"], line["id"]) for line in map(json.loads, lines)}
+    failed = set()
     with torch.inference_mode(), args.out.open("a") as out:
-        for job in map(json.loads, args.jobs.read_text().splitlines()):
-            for name in args.runs:
-                if (name, job["id"]) in done or time.time() > args.deadline:
-                    continue
+        for name, job in pairs(args):
+            if (name, job["id"]) in done or name in failed or time.time() > args.deadline:
+                continue
+            try:
                 result = measure(model, lambda model, length, run=runs[name]: run(model, length, args.capacity), job)
-                out.write(json.dumps({"run": name, "id": job["id"], "versions": versions, **result}) + "\n")
-                out.flush()
+            except Exception as error:
+                print(f"{name}, {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                failed.add(name)
+                continue
+            out.write(json.dumps({"run": name, "id": job["id"], "versions": versions, **result}) + "\n")
+            out.flush()
+    sys.exit(1 if failed else 0)
+
+
+def pairs(args):
+    """Runs with jobs: job by job, so that a part of them compares all runs; where memory is measured, run by run."""
+    jobs = [json.loads(line) for line in args.jobs.read_text().splitlines()]
+    if all(job.get("memory") for job in jobs):
+        return [(name, job) for name in args.runs for job in jobs]
+    return [(name, job) for job in jobs for name in args.runs]
 
 
 def measure(model, make, job):

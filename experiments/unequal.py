@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ from msrnn.bench.decode import step_or_none
 from msrnn.bench.shapes import make
 from msrnn.budgets.profile import read_profile
 from msrnn.eval.record import append_lines
-from msrnn.policy import parse_policy
+from msrnn.policy import parse_policy, split_policy
 from msrnn.system import provenance
 
 
@@ -54,24 +55,30 @@ def profiles(model: PreTrainedModel, average: int, folder: Path) -> dict[str, Pa
 def measure(
     arguments: argparse.Namespace, model: PreTrainedModel, kind: str, batch: int, files: dict[str, Path]
 ) -> None:
-    plain = f"{kind}:{arguments.average}"
+    plain = split_policy(kind).with_size(arguments.average)
     together = parse_policy(plain).scope == "layer"
+    named = {name: file for name, file in files.items() if name in arguments.capacities}
     policies = {"equal": plain} | {
-        name: f"{plain},profile={file}" for name, file in files.items() if not (together and name == "by KV head")
+        name: f"{plain},profile={file}" for name, file in named.items() if not (together and name == "by KV head")
     }
-    rows = {name: step_or_none(model, policy, batch, arguments.context) for name, policy in policies.items()}
-    if None in rows.values():
-        print(f"{plain}, batch {batch}: does not fit", flush=True)
-        return
-    equal = rows["equal"]["median_s"]  # type: ignore[index]
-    times = [
-        f"{name} {row['median_s'] * 1e3:.3f} ms ({row['median_s'] / equal:.3f})" for name, row in rows.items() if row
-    ]
-    print(f"{plain}, batch {batch}: {', '.join(times)}", flush=True)
-    if arguments.out:
-        about = {"machine": provenance.machine(torch.device(arguments.device)), "date": provenance.now()}
-        about |= {"shape": arguments.shape, "commit": provenance.commit()}
-        append_lines(arguments.out, [row | about | {"capacities": name} for name, row in rows.items() if row])
+    equal = None
+    for name, policy in policies.items():
+        row = step_or_none(model, policy, batch, arguments.context, runs=arguments.runs)
+        if row is None:
+            print(f"{plain}, batch {batch}: {name} does not fit", flush=True)
+            return
+        equal = equal or row["median_s"]
+        time = f"{row['median_s'] * 1e3:.3f} ms ({row['median_s'] / equal:.3f})"
+        print(f"{plain}, batch {batch}: {name} {time}", flush=True)
+        if arguments.out:
+            append_lines(arguments.out, [row | about(arguments) | {"capacities": name}])
+
+
+def about(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The conditions of a record."""
+    machine = provenance.machine(torch.device(arguments.device))
+    place = {"machine": machine, "date": provenance.now(), "versions": provenance.versions()}
+    return place | {"shape": arguments.shape, "commit": provenance.commit(), "command": provenance.command()}
 
 
 def main() -> None:
@@ -82,6 +89,8 @@ def main() -> None:
     parser.add_argument("--kind", action="append", help="default: tova, fade")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--capacities", nargs="+", default=["by layer", "by KV head"], help="beside equal ones")
+    parser.add_argument("--runs", type=int, default=5, help="whose median counts")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = make(arguments.shape, torch.bfloat16 if arguments.device == "cuda" else torch.float32, arguments.device)
