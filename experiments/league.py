@@ -185,7 +185,7 @@ def recall(
     if arguments.limit:
         settings = replace(settings, **({"repeats": 1} if task == "needle" else {"conversations": 1, "turns": (0, 2)}))
     log = arguments.out.with_name(f"{arguments.out.stem}.{task}.jsonl")
-    for policy in ("full", *players):
+    for policy in (*players, "full"):
         left = (deadline - time.monotonic()) / 60
         if left <= 0:
             return
@@ -238,6 +238,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=200, help="prompts read at once")
     parser.add_argument("--scores", action="store_true", help="only the scores that might become presets")
     parser.add_argument("--recall", action="store_true", help="only the other tasks; perplexity as measured before")
+    parser.add_argument("--players", nargs="+", default=[""], help="with --recall: whose names begin so, in this order")
     parser.add_argument("--table", action="store_true", help="print the table of docs/league.md from the records")
     parser.add_argument("--limit", type=int, help="so many books of each half: a trial")
     arguments = parser.parse_args()
@@ -267,6 +268,7 @@ def main() -> None:
         save(arguments.out, half_records(halves, [p for p in measured if p in losses.measurements], settings))
         if arguments.recall and not arguments.scores:
             players = with_all_rules(players, capacity)
+            players = [policy for name in arguments.players for policy in players if policy.startswith(name)]
         for task in arguments.tasks if capacity == arguments.capacity[0] else ():
             recall(task, players, arguments, model, tokenizer, deadline)
 

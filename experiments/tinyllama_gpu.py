@@ -73,7 +73,7 @@ class Session:
         """One experiment, for at most `limit` seconds, into the records of the session."""
         if self.options.tiny:
             table |= {"limit": 2, "batch": 2}
-        table |= {"data": self.options.data}
+        table = {"data": self.options.data} | table
         experiment = make_experiment(table, tasks.settings())
         if table["task"] == "pg19" and not self.options.tiny:
             experiment = replace(experiment, batch=self.options.batch)

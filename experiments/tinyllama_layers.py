@@ -1,0 +1,121 @@
+"""TinyLlama with a profile by layer: measured on the choosing half of the books, reported on the other.
+
+    python experiments/tinyllama_layers.py --data FOLDER --out FOLDER --seconds 180 [--model FOLDER] [--tiny]
+
+The profile goes to OUT/TinyLlama-1.1B-Chat.json; then PG-19 on the held-out books, passkeys and numbers, RULER at
+2,048 tokens, with `tova` and `fade`, with and without it. Most valuable first; the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from books import split
+from tinyllama import NAME
+from tinyllama_gpu import CONTEXT, NEEDLE, Session, TimeIsUp, _within, announced, load, profile_chunks
+
+import msrnn
+from msrnn.budgets.calibrate import Meter, Settings, calibrate
+from msrnn.budgets.profile import dump
+
+PROFILE = Path(f"{NAME}.json")
+GRID = (32, 128, 512, 1024)
+AVERAGES = (256, 128, 512)
+
+
+def profile(session: Session, limit: float) -> None:
+    """Curves of single layers in float32, as they are small differences; a GPU multiplies in TF32."""
+    if PROFILE.is_file():
+        return
+    tiny = session.options.tiny
+    grid, averages = ((16, 64), (32,)) if tiny else (GRID, AVERAGES)
+    chunks = profile_chunks(session)[:: 1 if tiny else session.options.every]
+    session.model.to(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    meter = Meter(session.model, chunks, Settings("fade", grid, 0, len(chunks)), f"{PROFILE}.measured.jsonl")
+    meter.on_measured = partial(_within, time.monotonic() + min(limit, session.left()))
+    names = [book.name for book in split(Path(session.options.data))[0]]
+    try:
+        document = calibrate(meter, averages, {"names": names}, msrnn.__version__)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        session.model.to(getattr(torch, session.options.dtype))
+    PROFILE.write_text(dump(document))
+    print(f"  {document['losses']}", flush=True)
+
+
+def with_and_without(*policies: str) -> list[str]:
+    if not PROFILE.is_file():
+        raise TimeIsUp("there is no profile yet")
+    return ["full", *policies, *(f"{policy},profile={PROFILE}" for policy in policies)]
+
+
+def pg19(session: Session, limit: float) -> None:
+    """Perplexity on the books that took no part, one capacity after the other."""
+    held_out = Path("held_out")
+    (held_out / "pg19").mkdir(parents=True, exist_ok=True)
+    for book in split(Path(session.options.data))[1]:
+        link = held_out / "pg19" / book.name
+        if not link.exists():
+            link.symlink_to(book)
+    end = time.monotonic() + limit
+    for size in (64,) if session.options.tiny else AVERAGES:
+        table = {"task": "pg19", "chunk": 256 if session.options.tiny else CONTEXT, "chunks_per_book": 6}
+        table |= {"policies": with_and_without(f"tova:{size}", f"fade:{size}"), "data": str(held_out.resolve())}
+        session.eval(end - time.monotonic(), **table)
+
+
+def recall(session: Session, limit: float) -> None:
+    sizes = (64,) if session.options.tiny else (512, 256)
+    table = NEEDLE | {"lengths": [256]} if session.options.tiny else NEEDLE
+    for size in sizes:
+        session.eval(limit / len(sizes), **table, policies=with_and_without(f"tova:{size}", f"fade:{size}"))
+
+
+def ruler(session: Session, limit: float) -> None:
+    """Without the profile the figures are there already."""
+    size, length = (128, 1024) if session.options.tiny else (512, 2048)
+    policies = with_and_without(f"fade:{size}", f"tova:{size}")[3:]
+    session.eval(limit, task="ruler", lengths=[length], samples=10, batch=120, policies=policies)
+
+
+PARTS = {"profile": (120.0, profile), "pg19": (90.0, pg19), "recall": (50.0, recall), "ruler": (90.0, ruler)}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True, help="a folder with pg19")
+    parser.add_argument("--out", required=True, help="a folder for the profile and the records")
+    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--model", help="the folder that experiments/tinyllama.py made")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
+    parser.add_argument("--every", type=int, default=2, help="of two chunks of each book, every one or every other")
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    end = time.monotonic() + options.seconds
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    for name in ("data", "out", "model"):
+        path = getattr(options, name)
+        setattr(options, name, path and str(Path(path).expanduser().resolve()))
+    os.chdir(options.out)  # so that the profile's name in the records has no folder
+    session = Session(*load(options), options, end, (), "tinyllama_layers")
+    for name in options.only:
+        if session.left() > 5:
+            with announced(name, session):
+                PARTS[name][1](session, PARTS[name][0])
+
+
+if __name__ == "__main__":
+    main()
