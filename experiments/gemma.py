@@ -3,6 +3,7 @@
     python experiments/gemma.py --accept-terms                       # prints the folder; give it as --model
     python experiments/gemma.py --accept-terms --measure --data DATA --dtype bfloat16 --out results/gemma.jsonl
     ... --batch 1 --chunks 1 --capacities 256 512 --tasks pg19       # on a CPU
+    ... --batch 1 --lengths 1024 --repeats 4 --capacities 256 512 --tasks needle
 
 Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms. Whoever uses it enters
 that agreement with Google, so the script asks for --accept-terms. Nothing of the model is part of this project. Its
@@ -53,7 +54,10 @@ def fetch(into: Path) -> list[Path]:
 
 def experiments(options: argparse.Namespace) -> Iterator[Experiment]:
     """One for each of --tasks. What was not given on the command line is left out, so that RUNS decides."""
-    own = {"pg19": {"chunk": options.chunk, "chunks_per_book": options.chunks}, "needle": {"repeats": options.repeats}}
+    own = {
+        "pg19": {"chunk": options.chunk, "chunks_per_book": options.chunks},
+        "needle": {"lengths": options.lengths, "repeats": options.repeats},
+    }
     shared = {"batch": options.batch, "capacities": options.capacities, "limit": options.limit}
     for task in options.tasks:
         changes = {name: value for name, value in (own[task] | shared).items() if value is not None}
@@ -85,6 +89,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples at once; a CPU needs 1")
     parser.add_argument("--chunk", type=int, help="tokens in a chunk of a book")
     parser.add_argument("--chunks", type=int, help="chunks of each book, 0 for all")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the texts that hide a number")
     parser.add_argument("--repeats", type=int, help="hidden numbers for each depth and length")
     return parser.parse_args(words)
 
