@@ -7,7 +7,8 @@
 A capacity above the length must give the tokens of stock vLLM and those of plain transformers; every other policy, and
 plans with a policy for each layer or KV head, those of the transformers path, one text at a time. Prompts of unequal
 length run together, in pieces, and once more with all requests preempted twice on the way, and a third time from the
-states that the others left in the pool. An engine each, in a process of its own; the exit code says if all agree. Where
+states that the others left in the pool. `--alone`: long prompts, one after the other, whose pieces go through the model
+side by side. An engine each, in a process of its own; the exit code says if all agree. Where
 tokens differ, the record has the margin at that token: how far apart the two best log-probabilities are, on both sides.
 
 Stock's attention kernel for float32 multiplies in TF32 on a GPU (Triton's default for `tl.dot`), with 10 bits of
@@ -33,35 +34,39 @@ POLICIES += ("tova:256", "h2o:256", "window+4:256", "fade:256")
 KINDS = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
 KINDS += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
 LENGTHS = ((0, 5), (100, 40), (300, 1), (500, 130), (700, 330), (40, 64), (900, 65), (1100, 257), (200, 600), (350, 17))
-CONDITIONS = ("eager", "no_compile", "threshold", "budget", "new", "jobs", "states")
-ROOMY = "tova:800"  # more than any text here has
+LONG = ((0, 2200), (150, 1500), (700, 700))  # one after the other, in pieces that run beside each other
+CONDITIONS = ("eager", "no_compile", "threshold", "budget", "new", "jobs", "states", "alone")
+ROOMY = {False: "tova:800", True: "tova:3000"}  # more than any text here has; True: --alone
 STOCK = ("stock", "stock tf32")
 Answers = dict[str, list[list[Any]]]  # by run: for every prompt its new tokens, or their margins
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=[ROOMY, *POLICIES])
+    parser.add_argument("--policies", nargs="+", help="default: many, and one with more slots than any text has tokens")
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile: starts faster")
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts faster")
     parser.add_argument("--threshold", type=int, default=64, help="long_prefill_token_threshold")
     parser.add_argument("--budget", type=int, default=512, help="tokens of a batch")
     parser.add_argument("--states", type=int, default=64, help="places of the pool of earlier prompts' states; 0: none")
+    parser.add_argument("--alone", action="store_true", help="long prompts, one at a time, each in pieces side by side")
     parser.add_argument("--jobs", type=int, default=1, help="engines at once; several fit on a GPU")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.policies = options.policies or [ROOMY[options.alone], *POLICIES]
     if options.one:
         print("TOKENS " + json.dumps(inside(options, options.one)), flush=True)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     begin, failed = time.monotonic(), []
     with ThreadPoolExecutor(options.jobs) as engines:
-        names = [*(STOCK if ROOMY in options.policies else ()), *options.policies]
+        roomy = [policy for policy in options.policies if policy in ROOMY.values()]
+        names = [*(STOCK if roomy else ()), *options.policies]
         runs = {name: engines.submit(alone_in_process, options, name) for name in names}
-        for policy, reference in comparisons(options.policies):
+        for policy, reference in comparisons(options.policies, roomy):
             expected = runs[reference].result() if reference in STOCK else outside(options, policy, reference)
             record = compare(policy, runs[policy].result(), reference, expected)
             record["seconds"] = round(time.monotonic() - begin, 1)
@@ -74,11 +79,11 @@ def main() -> None:
         raise SystemExit(f"wrong: {', '.join(failed)}")
 
 
-def comparisons(policies: list[str]) -> list[tuple[str, str]]:
+def comparisons(policies: list[str], roomy: list[str]) -> list[tuple[str, str]]:
     """Which engine is compared with what: `transformers` is the plain model, `msrnn` its path with the same policy."""
-    pairs = [(policy, "msrnn") for policy in policies if policy != ROOMY]
-    if ROOMY in policies:
-        pairs = [(name, "transformers") for name in (ROOMY, *STOCK)] + [(ROOMY, name) for name in STOCK] + pairs
+    pairs = [(policy, "msrnn") for policy in policies if policy not in roomy]
+    for each in roomy:
+        pairs = [(name, "transformers") for name in (each, *STOCK)] + [(each, name) for name in STOCK] + pairs
     return pairs
 
 
@@ -139,14 +144,14 @@ def plan_text(policy: str) -> str:
     return ";".join(KINDS[layer % len(KINDS)].format(24 + 4 * (layer % 7)) for layer in range(30))
 
 
-def prompts() -> list[list[int]]:
+def prompts(alone: bool) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     from msrnn.hf.load import bundled
 
     text = " ".join((ROOT / "LICENSE").read_text().split())
     ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"]
-    return [ids[start : start + length] for start, length in LENGTHS]
+    return [ids[start : start + length] for start, length in (LONG if alone else LENGTHS)]
 
 
 def inside(options: argparse.Namespace, policy: str) -> dict[str, Any]:
@@ -159,28 +164,54 @@ def inside(options: argparse.Namespace, policy: str) -> dict[str, Any]:
 
     from msrnn.hf.load import bundled
 
+    batches = count_pieces()
     llm = LLM(str(bundled()), **settings_of(options, policy))
     engine = llm.llm_engine
-    runs = {"together": answers_of(engine, options.new, ())}
-    if policy not in STOCK:
-        runs["preempted"] = answers_of(engine, options.new, (4, 12))
+    batches.clear()  # vLLM's memory profile had some
+    if options.alone:
+        one_by_one = [answers_of(engine, options.new, (), [ids]) for ids in prompts(alone=True)]
+        tokens, margins = ([pair[part][0] for pair in one_by_one] for part in (0, 1))
+        runs = {"alone": (tokens, margins)}
+        if policy not in STOCK and len(batches) < len(LONG) and ";" not in plan_text(policy):
+            raise SystemExit(f"only {len(batches)} prompts were read in pieces")
+    else:
+        runs = {"together": answers_of(engine, options.new, (), prompts(alone=False))}
+    if policy not in STOCK and not options.alone:
+        texts = prompts(alone=False)
+        runs["preempted"] = answers_of(engine, options.new, (4, 12), texts)
         if options.states:
             before = hits(llm)
-            runs["from states"] = answers_of(engine, options.new, (), afresh=False)
+            runs["from states"] = answers_of(engine, options.new, (), texts, afresh=False)
             if hits(llm) - before < 1000:
                 raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
     parts = {name: {run: pair[part] for run, pair in runs.items()} for part, name in enumerate(("tokens", "margins"))}
     return parts | {"about": about_engine(engine)}
 
 
+def count_pieces() -> list[int]:
+    """From now on, the number of pieces of every batch that is read in some."""
+    from msrnn.vllm.lanes import Streams
+
+    counts: list[int] = []
+    run = Streams.run
+
+    def counting(self: Any, calls: list[Any]) -> list[Any]:
+        counts.append(len(calls))
+        return run(self, calls)
+
+    Streams.run = counting  # type: ignore[method-assign]
+    return counts
+
+
 def settings_of(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     """vLLM's settings; several engines fit on one GPU."""
+    from msrnn.vllm.lane_count import WORKER
     from msrnn.vllm.pool import EVERY, SCHEDULER, STATES
     from msrnn.vllm.prefix import CONNECTOR
 
     settings: dict[str, Any] = {
         "dtype": "float32",
-        "max_model_len": 1024,
+        "max_model_len": 4096 if options.alone else 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": options.budget,
         "long_prefill_token_threshold": 0 if policy in STOCK else options.threshold,
@@ -193,7 +224,11 @@ def settings_of(options: argparse.Namespace, policy: str) -> dict[str, Any]:
         graphs: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if options.no_compile else {}
         settings["compilation_config"] = graphs
-    if policy not in STOCK and options.states:
+    if policy not in STOCK:
+        settings["worker_cls"] = WORKER
+    if options.alone:
+        settings |= {"max_num_batched_tokens": 4096, "long_prefill_token_threshold": 0}
+    elif policy not in STOCK and options.states:
         pool = {STATES: options.states, EVERY: options.threshold}
         settings["kv_transfer_config"] = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": pool}
         settings |= {"scheduler_cls": SCHEDULER, "disable_log_stats": False}
@@ -225,7 +260,9 @@ def hits(llm: Any) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
 
 
-def answers_of(engine: Any, new: int, preempt: tuple[int, ...], afresh: bool = True) -> tuple[Any, Any]:
+def answers_of(
+    engine: Any, new: int, preempt: tuple[int, ...], texts: list[list[int]], afresh: bool = True
+) -> tuple[Any, Any]:
     """The greedy tokens after each prompt, and their margins; before steps in `preempt` every request loses its block.
 
     afresh: all is read, also what is in the pool.
@@ -233,7 +270,7 @@ def answers_of(engine: Any, new: int, preempt: tuple[int, ...], afresh: bool = T
     from vllm import SamplingParams
 
     kinds = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "skip_reading_prefix_cache": afresh}
-    sampling, texts = SamplingParams(**kinds, logprobs=2), prompts()
+    sampling = SamplingParams(**kinds, logprobs=2)
     for number, ids in enumerate(texts):
         engine.add_request(f"{number} {time.monotonic()}", {"prompt_token_ids": ids}, sampling)
     outputs: dict[int, Any] = {}
@@ -274,7 +311,7 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
         first, *more = (parse_layer_policy(part) for part in plan_text(policy).split(";"))
         plan = Plan((first, *more)) if more else first
     tokens, margins = [], []
-    for ids in prompts():
+    for ids in prompts(options.alone):
         inputs = torch.tensor([ids], device=model.device)
         output = model.generate(
             inputs,

@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3-8b", choices=["llama-3-8b", "llama-2-7b"])
     parser.add_argument("--policy", default="tova:512")
     parser.add_argument("--threshold", type=int, default=512, help="long_prefill_token_threshold with states")
+    parser.add_argument("--no-lanes", action="store_true", help="a long prompt alone in one pass, not in pieces")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch (max_num_batched_tokens)")
     parser.add_argument("--max-model-len", type=int, default=66000)
@@ -221,6 +222,7 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     about |= {"policy": options.policy if engine == "msrnn" else "full", "shape": options.shape, "small": options.small}
     names = (
         "threshold",
+        "no_lanes",
         "max_num_seqs",
         "budget",
         "max_model_len",
@@ -254,6 +256,10 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
     }
     if engine == "stock":
         settings["kv_cache_dtype"] = options.kv_cache_dtype
+    elif not options.no_lanes:
+        from msrnn.vllm.lane_count import WORKER
+
+        settings["worker_cls"] = WORKER
     if options.utilization:
         settings["gpu_memory_utilization"] = options.utilization
     if options.kv_gib:  # no memory profile; the utilization is then only asked of what is free at the start

@@ -7,6 +7,7 @@ import pytest
 
 from msrnn.cli import main, serve
 from msrnn.cli.argument_parser import Parser
+from msrnn.vllm.lane_count import WORKER
 from msrnn.vllm.plugin import Refused, check_version
 
 LOOPBACK = ["--host", "127.0.0.1"]
@@ -83,14 +84,20 @@ def test_on_a_gpu_a_batch_takes_pieces_of_many_prompts(model, started, monkeypat
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     name = model()
     run(name, "--policy", "tova:64", "--prefix-pool", "0", *options)
-    assert started[0][0] == [name, *options, *pieces, *LOOPBACK]
+    assert started[0][0] == [name, *options, *pieces, "--worker-cls", WORKER, *LOOPBACK]
 
 
 def test_older_vllm_cannot_give_few_prompts_larger_pieces(model, started, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("msrnn.vllm.plugin.vllm_version", lambda: "0.31.0")
     run(model(), "--policy", "tova:64", "--prefix-pool", "0")
-    assert started[0][0][1:] == ["--long-prefill-token-threshold", "512", *LOOPBACK]
+    assert started[0][0][1:] == ["--long-prefill-token-threshold", "512", "--worker-cls", WORKER, *LOOPBACK]
+
+
+def test_a_worker_of_the_users_own_stays(model, started, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    run(model(), "--policy", "tova:64", "--worker-cls", "x.Y")
+    assert started[0][0].count("--worker-cls") == 1
 
 
 def test_on_a_gpu_the_pool_must_be_asked_for(model, started, monkeypatch):

@@ -11,8 +11,9 @@ from msrnn.core.heads import empty_slots, parts_of, read, read_groups
 from msrnn.plan import parse_layer_policy
 from msrnn.vllm import batch as batches
 from msrnn.vllm import read_graphs, reads, rehearsal
-from msrnn.vllm.batch import attend, batch_of
+from msrnn.vllm.batch import Batch, attend, attend_piece, batch_of
 from msrnn.vllm.block import Layout
+from msrnn.vllm.lanes import Turns
 from msrnn.vllm.reads import Row, Sizes, plan
 from msrnn.vllm.rehearsal import rehearse
 
@@ -52,10 +53,13 @@ class Requests:
         parts = [[self.texts[i][n][self.seen[i] : self.seen[i] + sizes[i]] for i in order] for n in range(3)]
         new = [torch.cat(part) for part in parts]
         output = torch.empty_like(new[0])
-        attend(self.blocks, batch, *new, self.policy, self.attention, output)
+        self.attend(batch, new, output)
         for i, start in zip(order, starts, strict=False):
             self.outputs[i].append(output[start : start + sizes[i]])
             self.seen[i] += sizes[i]
+
+    def attend(self, batch: Batch, new: list[torch.Tensor], output: torch.Tensor) -> None:
+        attend(self.blocks, batch, *new, self.policy, self.attention, output)
 
     def mixed(self, turns: int) -> None:
         for _ in range(turns):
@@ -121,7 +125,7 @@ def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
     sizes_of = batches.sizes_of
     monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
     runs = []
-    monkeypatch.setattr(read_graphs.ReadGraphs, "run", counted(read_graphs.ReadGraphs.run, runs))
+    monkeypatch.setattr(read_graphs.BlockReads, "run", counted(read_graphs.BlockReads.run, runs))
     requests = Requests(text, Attention(SIZE**-0.5), 0)
     layout = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
     for part in layout.parts:
@@ -135,6 +139,47 @@ def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
     requests.check()
     assert len(runs) > 5, "parts were read this way"
     assert all(runs), "and a graph was large enough"
+
+
+class InPieces(Requests):
+    """A long prompt goes through the layer in pieces of 32 tokens, on three lanes."""
+
+    def attend(self, batch: Batch, new: list[torch.Tensor], output: torch.Tensor) -> None:
+        if not batch.has_long_prompt(32):
+            super().attend(batch, new, output)
+            return
+        for tokens, piece in batch.pieces(32, Turns(gpu=False), 3):
+            some = [tensor[tokens] for tensor in new]
+            attend_piece("layer", lambda: self.blocks, piece, *some, self.policy, self.attention, output[tokens])
+
+
+@pytest.mark.parametrize("text", [text for text in POLICIES if "|" not in text])
+def test_a_prompt_in_pieces_equals_the_whole(text, monkeypatch):
+    """Every lane has graphs of its own, whose only row is copied as one block."""
+    monkeypatch.setattr(read_graphs, "_graphs", {})
+    monkeypatch.setattr(reads, "TAILS", (8, 32))
+    monkeypatch.setattr(reads, "GRAPHS", (32, 64, 128))
+    sizes_of = batches.sizes_of
+    monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
+    runs, pairs = [], []
+    monkeypatch.setattr(read_graphs.BlockReads, "run", counted(read_graphs.BlockReads.run, runs))
+    monkeypatch.setattr(read_graphs.BlockReads, "pairs", counted(read_graphs.BlockReads.pairs, pairs))
+    requests = InPieces(text, Attention(SIZE**-0.5), 0)
+    (part,) = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32).parts
+    new = tuple(torch.empty(1, n, SIZE) for n in (part.heads, part.kv_heads, part.kv_heads))
+    for lane in range(3):
+        blocks = part.carve(torch.zeros(1, part.nbytes, dtype=torch.uint8))
+        read_graphs.capture(blocks, new, part.policy, requests.attention, [(1, 8), (1, 32)], 32, lane)
+    before = requests.raw.clone()
+    requests.run([200, 0, 0, 0, 0, 0])
+    requests.run([1, 150, 0, 0, 0, 0])
+    requests.run([70, 1, 0, 0, 0, 0])
+    requests.check()
+    assert len(runs) > 3, "pieces were read this way"
+    assert all(runs), "and a graph was large enough"
+    assert all(len(pair) == 1 for pair in pairs), "a block was copied in one go"
+    others = [block for block in range(BLOCKS) if block not in requests.homes[:2]]
+    assert torch.equal(requests.raw[others], before[others])
 
 
 def counted(method, calls: list):

@@ -63,7 +63,7 @@ def run(arguments: Namespace) -> None:
     prefixes = _connector_options(arguments, vllm_options, plan, state_bytes)
     pieces = _piece_options(vllm_options, plugin.vllm_version())
     host = _host_options(vllm_options)
-    command = [arguments.model, *rest, *prefixes, *pieces, *host]
+    command = [arguments.model, *rest, *prefixes, *pieces, *_worker_options(vllm_options), *host]
     raise SystemExit(run_server(command, settings.write(plan), vllm_options.shutdown))
 
 
@@ -179,6 +179,16 @@ def _piece_options(vllm_options: VllmOptions, version: str) -> list[str]:
     options = ["--long-prefill-token-threshold", str(min(_PIECE, length))]
     grows = not version.startswith(("0.30.", "0.31."))  # they cannot give few prompts larger pieces
     return [*options, "--long-prefill-token-threshold-adaptive"] if grows else options
+
+
+def _worker_options(vllm_options: VllmOptions) -> list[str]:
+    """On a GPU a worker that reads a long prompt in pieces side by side, unless the user has one of their own."""
+    import torch
+
+    from ..vllm.lane_count import WORKER
+
+    own = vllm_options.parsed.worker_cls is not None
+    return [] if own or not torch.cuda.is_available() else ["--worker-cls", WORKER]
 
 
 def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any, int]:

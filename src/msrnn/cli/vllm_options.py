@@ -20,6 +20,7 @@ class VllmOptions:
         parser.add_argument("--tensor-parallel-size", "-tp")
         parser.add_argument("--long-prefill-token-threshold")
         parser.add_argument("--scheduler-cls")
+        parser.add_argument("--worker-cls")
         for name in ("config", "host", "uds", "shutdown-timeout"):
             parser.add_argument(f"--{name}")
         parser.add_argument("--port", default="8000")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from ..core.slots import Slots, gain_of
 from ..plan import LayerPolicy
 from ..policy import KV, Policy
 from .block import clear, empty_new, zero_empty
-from .read_graphs import graphs_of
+from .lanes import Turns
+from .read_graphs import BlockReads, graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
 
 
@@ -30,7 +32,8 @@ class Batch:
 
     blocks [R], seen [R] (tokens before this batch), on the device. `begins`: one of the steps may be a request's first
     token, so its block must be emptied. On the host: `seen_list` is `seen`, where it is known there, and `sizes` the
-    number of new tokens of each request.
+    number of new tokens of each request. A piece of a prompt that is read beside others has its `lane`, whose CUDA
+    graphs it runs, and its `turns`, in which the pieces take every layer.
     """
 
     steps: int
@@ -41,6 +44,8 @@ class Batch:
     seen_list: list[int]
     sizes: list[int]
     plans: dict[Sizes, Reads] = field(default_factory=dict)
+    lane: int | None = None
+    turns: Turns | None = None
 
     def reads(self, sizes: Sizes) -> Reads:
         """The indices that a part of a layer needs, shared by all alike."""
@@ -48,6 +53,23 @@ class Batch:
         if shared not in self.plans:
             self.plans[shared] = plan(self.blocks, self.rows, sizes)
         return self.plans[shared]
+
+    def has_long_prompt(self, size: int) -> bool:
+        """Whether it has a prompt that is longer than that, and no other."""
+        return len(self.rows) == 1 and self.rows[0].size > size
+
+    def pieces(self, size: int, turns: Turns, lanes: int) -> list[tuple[slice, Self]]:
+        """The only prompt in pieces of that size: the tokens of each, and a batch of them. Steps go with the first."""
+        (row,) = self.rows
+        found = []
+        for number, begin in enumerate(range(0, row.size, size)):
+            first = row.start + begin if begin else 0
+            own = row._replace(start=row.start + begin - first, size=min(size, row.size - begin), seen=row.seen + begin)
+            batch = replace(self, rows=[own], plans={}, lane=number % lanes, turns=turns)
+            if begin:
+                batch.steps, batch.begins = 0, False
+            found.append((slice(first, first + own.start + own.size), batch))
+        return found
 
 
 class StaticInputs:
@@ -110,7 +132,33 @@ def attend(
                 continue
             slots, part = own[group.heads[0]]
             new = query[:, part.queries], key[:, part.own], value[:, part.own]
-            _read_part(slots, batch, *new, part.policy, part.attention(attention), output[:, part.queries])
+            reader = Reader(slots, new[0], part.policy, part.attention(attention))
+            reader.read(batch, *new, output[:, part.queries])
+
+
+def attend_piece(
+    layer: object,
+    blocks: Callable[[], LayerSlots],
+    piece: Batch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: LayerPolicy,
+    attention: Attention,
+    output: Tensor,
+) -> None:
+    """`attend` for a piece of a prompt, when the layer is done with the one before; one reader serves all of them."""
+    assert piece.turns is not None
+    assert isinstance(policy, Policy), "budgets by KV head have no lanes"
+    readers = piece.turns.readers
+    with piece.turns.take(layer):
+        if piece.steps:
+            attend(blocks(), piece, query, key, value, policy, attention, output)
+            return
+        if layer not in readers:
+            (slots,) = parts_of(blocks())
+            readers[layer] = Reader(slots, query, policy, attention)
+        readers[layer].read(piece, query, key, value, output)
 
 
 def _read_group(
@@ -149,24 +197,28 @@ def group_sizes(parts: list[Slots], first: Part, group: Group, query: Tensor, at
     return one._replace(heads=one.heads * len(parts), slot_bytes=one.slot_bytes * len(parts))
 
 
-def _read_part(
-    blocks: Slots,
-    batch: Batch,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    policy: Policy,
-    attention: Attention,
-    output: Tensor,
-) -> None:
-    """The prompts of a part of a layer, whose heads may be views of the layer's."""
-    reads = batch.reads(sizes_of(blocks, query, policy, attention))
-    for fit in reads.fits:
-        _attend_fitting(blocks, fit, query, key, value, attention, output)
-    graphs = graphs_of(blocks, query, policy, attention)
-    for segment in reads.segments:
-        if graphs is None or not graphs.run(blocks, segment, (query, key, value), output):
-            _read_segment(blocks, segment, query, key, value, policy, attention, output, reads.chunk)
+class Reader:
+    """Reads the prompts of a part of a layer, in any number of pieces; query [tokens, H, D], like those that come."""
+
+    def __init__(self, blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> None:
+        self.blocks, self.policy, self.attention = blocks, policy, attention
+        self.sizes = sizes_of(blocks, query, policy, attention)
+        self.graphs: dict[int | None, BlockReads | None] = {}  # by lane
+
+    def read(self, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Heads may be views of the layer's."""
+        reads, graphs = batch.reads(self.sizes), self._graphs(batch.lane, query)
+        for fit in reads.fits:
+            _attend_fitting(self.blocks, fit, query, key, value, self.attention, output)
+        for segment in reads.segments:
+            if graphs is None or not graphs.run(segment, (query, key, value), output):
+                new = query, key, value
+                _read_segment(self.blocks, segment, *new, self.policy, self.attention, output, reads.chunk)
+
+    def _graphs(self, lane: int | None, query: Tensor) -> BlockReads | None:
+        if lane not in self.graphs:
+            self.graphs[lane] = graphs_of(self.blocks, query, self.policy, self.attention, lane)
+        return self.graphs[lane]
 
 
 def sizes_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Sizes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.heads import LayerSlots, check_heads, join
-from ..core.slots import Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
+from ..core.slots import TENSORS, Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
 from ..plan import LayerPolicy, parts
 from ..policy import Policy
 
@@ -54,7 +54,7 @@ class PartLayout:
             tensors["scores"] = ((units, slots), accumulation)
         if keeps_gains(self.policy, self.window):
             tensors["gains"] = ((stored, slots), accumulation)
-        return tensors
+        return {name: tensors[name] for name in TENSORS if name in tensors}
 
     @property
     def nbytes(self) -> int:

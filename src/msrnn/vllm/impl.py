@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from ..core.attention import Attention
 from ..core.heads import LayerSlots
 from . import refusals, settings
 from .backend import Metadata, backend_for
-from .batch import attend
+from .batch import attend, attend_piece
 from .block import Layout
+from .lane_count import lane_count
 from .rehearsal import rehearse, seconds
 from .shard import attention_of, own_share
 
@@ -90,7 +91,11 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM's memory profile, before there are blocks
             self.rehearse(layer, query, key, value)
             return output.zero_()
-        attend(self.blocks(layer), attn_metadata, query, key, value, self.policy, self.attention, output)
+        own = self.policy, self.attention, output
+        if attn_metadata.turns is None:
+            attend(self.blocks(layer), attn_metadata, query, key, value, *own)
+        else:
+            attend_piece(layer, partial(self.blocks, layer), attn_metadata, query, key, value, *own)
         return output
 
     def rehearse(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -99,7 +104,8 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
             layout = self.layout(layer, query.dtype)
             before = sum(seconds.values())
             requests = self._config.scheduler_config.max_num_seqs
-            rehearse(layout, query, key, value, self.attention, requests, settings.kind_count())
+            kinds, lanes = settings.kind_count(), lane_count(self._config)
+            rehearse(layout, query, key, value, self.attention, requests, kinds, lanes)
             if (total := sum(seconds.values())) > before:
                 parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items())
                 logger.info("kernels compiled and reads captured in %.1f s so far (%s)", total, parts)

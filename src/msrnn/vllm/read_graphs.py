@@ -24,9 +24,10 @@ from ..policy import Policy
 from .block import empty_new, zero_empty
 from .reads import ROWS, Segment
 
+_WORD = 8  # bytes: blocks are copied as numbers of 8 bytes
 _MOST_SLOTS = 16384  # a chunk of larger states keeps the GPU busy, and the largest are scanned by plain PyTorch
 Kind = tuple[object, ...]
-_graphs: dict[Kind, ReadGraphs] = {}
+_graphs: dict[tuple[int | None, Kind], ReadGraphs] = {}  # by lane and kind
 
 
 def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
@@ -49,13 +50,16 @@ def capture(
     attention: Attention,
     shapes: Sequence[tuple[int, int]],
     chunk: int,
+    lane: int | None = None,
 ) -> None:
     """Capture reads of so many rows and tokens for all layers like this one; the first block's slots must be in use.
 
-    What the graphs hold stays taken, and vLLM's memory profile counts what is not free.
+    Graphs of different lanes may run at the same time. What they hold stays taken, and vLLM's memory profile counts
+    what is not free.
     """
     if shapes and can_be_captured(blocks, policy, attention):
-        _graphs[kind_of(blocks, new[0], policy, attention)] = ReadGraphs(blocks, new, policy, attention, shapes, chunk)
+        graphs = ReadGraphs(blocks, new, policy, attention, shapes, chunk, lane)
+        _graphs[lane, kind_of(blocks, new[0], policy, attention)] = graphs
 
 
 @contextmanager
@@ -69,10 +73,13 @@ def without_graphs() -> Iterator[None]:
         _graphs.update(graphs)
 
 
-def graphs_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> ReadGraphs | None:
+def graphs_of(
+    blocks: Slots, query: Tensor, policy: Policy, attention: Attention, lane: int | None = None
+) -> BlockReads | None:
     if not _graphs or not can_be_captured(blocks, policy, attention):
         return None
-    return _graphs.get(kind_of(blocks, query, policy, attention))
+    graphs = _graphs.get((lane, kind_of(blocks, query, policy, attention)))
+    return None if graphs is None else BlockReads(graphs, blocks)
 
 
 class Addresses(NamedTuple):
@@ -94,9 +101,15 @@ class Addresses(NamedTuple):
 
 @cache
 def _addresses(
-    count: int, query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, device: torch.device
+    count: int,
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    lane: int | None,
 ) -> Addresses:
-    """Shared by all graphs for tokens of these shapes: only one of them runs at a time."""
+    """Shared by all graphs of a lane for tokens of these shapes: only one of them runs at a time."""
 
     def rows(shape: torch.Size) -> Tensor:
         return torch.zeros(count, *shape, dtype=dtype, device=device)
@@ -122,46 +135,25 @@ class ReadGraphs:
         attention: Attention,
         shapes: Sequence[tuple[int, int]],
         chunk: int,
+        lane: int | None = None,
     ) -> None:
         self.policy, self.attention, self.chunk = policy, attention, chunk
-        self.slots = _slots(blocks, max(rows for rows, _ in shapes))
+        self.slots = _slots(blocks, max(rows for rows, _ in shapes), lane)
         most = max(rows * width for rows, width in shapes)
-        self.at = _addresses(most, *(tensor.shape[1:] for tensor in new), new[0].dtype, new[0].device)
+        self.at = _addresses(most, *(tensor.shape[1:] for tensor in new), new[0].dtype, new[0].device, lane)
+        self.places = {shape: self.at.rows(shape) for shape in shapes}
         self.replays = self._captured(shapes)
 
-    def run(self, blocks: Slots, segment: Segment, new: tuple[Tensor, Tensor, Tensor], output: Tensor) -> bool:
-        """Read a segment, in blocks of any layer alike; false, and nothing done, if no graph is large enough."""
-        count, width = segment.tokens.shape
-        rows = next((rows for rows in ROWS if rows >= count and (rows, width) in self.replays), None)
-        if rows is None:
-            return False
-        ours, theirs = self._first(count).tensors(), blocks.tensors()
-        for name, tensor in ours.items():
-            torch.index_select(theirs[name], 0, segment.blocks, out=tensor)
-        ours["seen"].copy_(segment.seen)
-        *places, results, real = self.at.rows((rows, width))
-        for place, tensor in zip(places, new, strict=True):
-            place[:count] = segment.rows_of(tensor)
-        real[:count] = True if segment.real is None else segment.real
-        if rows > count:
-            real[count:] = False
-            self.slots.positions[count:rows] = -1  # what lies there is another layer's
-        self.replays[rows, width]()
-        segment.put(output, results[:count])
-        for name, tensor in ours.items():
-            theirs[name].index_copy_(0, segment.blocks, tensor)
-        return True
-
-    def _first(self, count: int) -> Slots:
+    def first(self, count: int) -> Slots:
         rows: dict[str, Any] = {name: tensor[:count] for name, tensor in self.slots.tensors().items()}
         return replace(self.slots, **rows, fed=self.slots.positions.shape[2], packed_at=-1)
 
     def _read(self, shape: tuple[int, int]) -> None:
         """The read that a graph holds: whatever the slots are, also those of a request that begins."""
-        slots = self._first(shape[0])
+        slots = self.first(shape[0])
         empty_new(slots)
         zero_empty(slots)
-        *tokens, output, real = self.at.rows(shape)
+        *tokens, output, real = self.places[shape]
         query, key, value = (tensor.transpose(1, 2) for tensor in tokens)
         output.copy_(read(slots, query, key, value, self.policy, self.attention, real, self.chunk).transpose(1, 2))
 
@@ -188,20 +180,80 @@ class ReadGraphs:
         return graph
 
 
-_memory: dict[torch.device, Tensor] = {}
+class BlockReads:
+    """Graphs on the blocks of one layer. They hold views of its memory, so they live no longer than a batch."""
+
+    def __init__(self, graphs: ReadGraphs, blocks: Slots) -> None:
+        self.graphs, self.blocks = graphs, blocks
+        self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def run(self, segment: Segment, new: tuple[Tensor, Tensor, Tensor], output: Tensor) -> bool:
+        """Read a segment; false, and nothing done, if no graph is large enough."""
+        count, width = segment.tokens.shape
+        replays, slots = self.graphs.replays, self.graphs.slots
+        rows = next((rows for rows in ROWS if rows >= count and (rows, width) in replays), None)
+        if rows is None:
+            return False
+        pairs = self.pairs(count)
+        for ours, theirs in pairs:
+            torch.index_select(theirs, 0, segment.blocks, out=ours)
+        slots.seen[:count].copy_(segment.seen)
+        *places, results, real = self.graphs.places[rows, width]
+        for place, tensor in zip(places, new, strict=True):
+            place[:count].copy_(segment.rows_of(tensor))
+        real[:count] = True if segment.real is None else segment.real
+        if rows > count:
+            real[count:] = False
+            slots.positions[count:rows] = -1  # what lies there is another layer's
+        replays[rows, width]()
+        segment.put(output, results[:count])
+        for ours, theirs in pairs:
+            theirs.index_copy_(0, segment.blocks, ours)
+        return True
+
+    def pairs(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of so many rows of the graphs' slots, and those of all blocks: one pair where a row is a block."""
+        if count not in self._pairs:
+            ours, theirs = self.graphs.first(count).tensors(), self.blocks.tensors()
+            whole = _whole(ours, theirs) if count == 1 else None
+            self._pairs[count] = [(ours[name], theirs[name]) for name in ours] if whole is None else [whole]
+        return self._pairs[count]
 
 
-def _slots(blocks: Slots, count: int) -> Slots:
-    """Slots for so many rows, each as the first block is. Layers of all kinds have them in the same memory."""
+def _whole(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The bytes of one row and of all blocks, [1, n] and [blocks, n], where the tensors lie alike in both."""
+    places = [{name: tensor.data_ptr() for name, tensor in tensors.items()} for tensors in (ours, theirs)]
+    starts = [min(place.values()) for place in places]
+    if any(places[0][name] - starts[0] != places[1][name] - starts[1] for name in ours):
+        return None
+    last = max(ours, key=lambda name: places[0][name])
+    size = -(-(places[0][last] - starts[0] + ours[last].nbytes) // _WORD) * _WORD
+    keys, blocks = ours["keys"], theirs["keys"]
+    stride = blocks.stride(0) * blocks.itemsize
+    if starts != [keys.data_ptr(), blocks.data_ptr()] or stride < size or stride % _WORD:
+        return None
+    return _words(keys, (1, size), size), _words(blocks, (len(blocks), size), stride)
+
+
+def _words(tensor: Tensor, shape: tuple[int, int], stride: int) -> Tensor:
+    """Rows of so many bytes from a tensor's first on, as numbers of 8 bytes."""
+    whole = torch.empty(0, dtype=torch.int64, device=tensor.device).set_(tensor.untyped_storage())
+    begin = tensor.storage_offset() * tensor.itemsize // _WORD
+    return whole.as_strided((shape[0], shape[1] // _WORD), (stride // _WORD, 1), begin)
+
+
+_memory: dict[tuple[torch.device, int | None], Tensor] = {}  # by device and lane
+
+
+def _slots(blocks: Slots, count: int, lane: int | None) -> Slots:
+    """Slots for so many rows, each as the first block is. Layers of all kinds have them in the same memory, by lane."""
     parts = {name: (count, *tensor.shape[1:]) for name, tensor in blocks.tensors().items()}
     sizes = {name: -(-prod(shape) * getattr(blocks, name).itemsize // 64) * 64 for name, shape in parts.items()}
-    device = blocks.keys.device
-    if device not in _memory or _memory[device].numel() < sum(sizes.values()):
-        _memory[device] = torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device)
+    key, total = (blocks.keys.device, lane), sum(sizes.values())
+    if key not in _memory or _memory[key].numel() < total:
+        _memory[key] = torch.zeros(total, dtype=torch.uint8, device=blocks.keys.device)
     rows: dict[str, Any] = {}
-    for name, memory in zip(
-        parts, torch.split(_memory[device][: sum(sizes.values())], list(sizes.values())), strict=True
-    ):
+    for name, memory in zip(parts, torch.split(_memory[key][:total], list(sizes.values())), strict=True):
         first = getattr(blocks, name)[:1]
         rows[name] = memory[: prod(parts[name]) * first.itemsize].view(first.dtype).view(parts[name]).copy_(first)
     return replace(blocks, **rows)

@@ -20,20 +20,28 @@ from ..core.heads import LayerSlots, layer_parts, parts_of, read_groups
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout, PartLayout
+from .lanes import PIECE
 from .read_graphs import capture, without_graphs
-from .reads import ROWS, TAILS, graph_shapes
+from .reads import GRAPHS, ROWS, TAILS, graph_shapes
 
 _rehearsed: dict[tuple[object, ...], int] = {}
 seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
 
 
 def rehearse(
-    layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int, kinds: int = 1
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    requests: int,
+    kinds: int = 1,
+    lanes: int = 0,
 ) -> None:
     """query [tokens, H, D] ...: of a run with as many tokens as a batch may have; `requests` may run at once.
 
     Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed. `kinds`: how many there
-    are that are not alike.
+    are that are not alike; `lanes`: on how many streams pieces of a prompt run beside each other.
     """
     groups = read_groups(layout.carve(_memory(layout, 1, query.device)), layout.policy)
     together = any(group.indexed for group in groups)
@@ -41,6 +49,7 @@ def rehearse(
         new = query[:, part.queries], key[:, part.own], value[:, part.own]
         if not together and _is_new(own, attention, len(query)):
             _rehearse_reads(own, *new, part.attention(attention), requests, kinds)
+            _capture_lanes(own, *new, part.attention(attention), lanes)
     if _is_new(layout, attention, len(query)):
         if together:
             _rehearse_groups(layout, query, key, value, attention, requests)
@@ -105,6 +114,26 @@ def _rehearse_reads(
     with _timed("reads", device), without_graphs():  # some pieces fit no graph
         for count, size in reads:
             _read(_slots(layout, count, device), layout, new, attention, output, size)
+
+
+def _capture_lanes(
+    layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, lanes: int
+) -> None:
+    """Graphs of the pieces of one prompt, for every lane its own."""
+    shapes = [(1, width) for width in (TAILS[0], *GRAPHS) if width <= min(PIECE, len(query))]
+    with _timed("lanes", query.device), _beside_each_other(lanes, query):
+        for lane in range(lanes):
+            blocks = _slots(layout, 1, query.device)
+            capture(blocks, (query, key, value), layout.policy, attention, shapes, TAILS[-1], lane)
+
+
+def _beside_each_other(lanes: int, query: Tensor) -> AbstractContextManager[object]:
+    """Inside, scans leave SMs to those of the other lanes."""
+    if lanes < 2 or not query.is_cuda or not kernels.compiled("cuda"):
+        return nullcontext()
+    from ..kernels.triton.concurrency import concurrent_scans
+
+    return concurrent_scans(lanes)
 
 
 @contextmanager

@@ -1,0 +1,34 @@
+"""Whether long prompts are read on several streams, by vLLM's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..policy import Policy
+from . import settings
+from .lanes import LANES
+
+WORKER = "msrnn.vllm.worker.Worker"
+_WHOLE_MODEL = 1  # vLLM's compilation mode STOCK_TORCH_COMPILE, which would compile the pieces with the model
+
+
+def lane_count(config: Any) -> int:
+    """So many streams, 0 for none: not where passes of the model side by side would share memory or wait for others.
+
+    Mixtures of experts and quantised weights have buffers that a pass uses alone, LoRA adapters know tokens by their
+    place in the batch, and processes that split a model meet in every layer. Layers of several kinds have graphs of
+    their own, too many to have them once for every lane.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    alone = (
+        parallel.worker_cls == WORKER
+        and parallel.tensor_parallel_size == 1
+        and parallel.data_parallel_size == 1
+        and model.quantization is None
+        and config.lora_config is None
+        and not model.is_moe
+        and config.compilation_config.mode != _WHOLE_MODEL
+        and len(settings.policies()) == 1
+        and isinstance(settings.policies()[0], Policy)
+    )
+    return LANES if alone else 0

@@ -1,0 +1,121 @@
+"""vLLM's worker, with a model that reads a long prompt in pieces on several streams (`lanes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+
+from . import lanes
+from .lane_count import lane_count
+from .lanes import Streams
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+
+class Worker(VllmWorker):  # type: ignore[misc]
+    """What `--worker-cls` names."""
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        if count := lane_count(self.vllm_config):
+            model = self.model_runner.get_model()
+            model.forward = in_pieces(model.forward, Streams(self.device, count))
+
+
+def in_pieces(forward: Callable[..., Any], streams: Streams) -> Callable[..., Any]:
+    """A model's forward pass, whose arguments and results are those of all tokens of a batch."""
+    profiled = 0
+
+    @wraps(forward)
+    def run(*positional: Any, **inputs: Any) -> Any:
+        nonlocal profiled
+        context = get_forward_context()
+        count = _token_count(inputs)
+        if positional or count is None or context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
+            return forward(*positional, **inputs)
+        if context.attn_metadata is None and count > profiled:
+            profiled = count
+            return _profile(forward, streams, context, inputs, count)
+        parts = _parts(context, count, streams)
+        if len(parts) < 2:
+            return forward(**inputs)
+        return _join(streams.run([partial(_part, forward, inputs, *part) for part in parts]))
+
+    return run
+
+
+def _token_count(inputs: dict[str, Any]) -> int | None:
+    """How many tokens there are, if every input is by token."""
+    counts = {len(tensor) for value in inputs.values() for tensor in _tensors(value)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _tensors(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value.tensors.values()) if isinstance(value, IntermediateTensors) else [value]
+
+
+def _parts(context: ForwardContext, count: int, streams: Streams) -> list[tuple[slice, ForwardContext]]:
+    """The tokens of every piece and vLLM's context for it; none where the batch is not one long prompt."""
+    metadata = context.attn_metadata
+    if not isinstance(metadata, dict) or not metadata or context.ubatch_slices is not None:
+        return []
+    kinds = {id(batch): batch for batch in metadata.values()}
+    first = next(iter(kinds.values()))
+    if not first.has_long_prompt(lanes.PIECE) or first.steps + first.rows[0].size != count:
+        return []
+    turns = streams.turns()
+    cut = {kind: batch.pieces(lanes.PIECE, turns, streams.lanes) for kind, batch in kinds.items()}
+    return [
+        (tokens, replace(context, attn_metadata={name: cut[id(batch)][number][1] for name, batch in metadata.items()}))
+        for number, (tokens, _) in enumerate(next(iter(cut.values())))
+    ]
+
+
+def _part(forward: Callable[..., Any], inputs: dict[str, Any], tokens: slice, context: ForwardContext) -> Any:
+    with override_forward_context(context):
+        return forward(**{name: _slice(value, tokens) for name, value in inputs.items()})
+
+
+def _slice(value: Any, tokens: slice) -> Any:
+    if isinstance(value, IntermediateTensors):
+        return IntermediateTensors({name: tensor[tokens] for name, tensor in value.tensors.items()})
+    return None if value is None else value[tokens]
+
+
+def _join(results: list[Any]) -> Any:
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    names = results[0].tensors
+    return IntermediateTensors({name: torch.cat([result.tensors[name] for result in results]) for name in names})
+
+
+def _profile(
+    forward: Callable[..., Any], streams: Streams, context: ForwardContext, inputs: dict[str, Any], count: int
+) -> Any:
+    """vLLM's memory profile: what a pass takes, and beside it what the lanes take, whose memory is their own."""
+    gpu = bool(streams.streams)
+    before = torch.cuda.memory_allocated() if gpu else 0
+    result = forward(**inputs)
+    if not gpu:
+        return result
+    taken = torch.cuda.max_memory_allocated() - before
+    beside = torch.empty(max(0, taken), dtype=torch.uint8, device=streams.device)
+    some = range(0, min(count, lanes.PIECE * streams.lanes), lanes.PIECE)
+    parts = (slice(start, min(count, start + lanes.PIECE)) for start in some)
+    streams.run([partial(_part, forward, inputs, part, context) for part in parts])
+    del beside
+    return result
