@@ -2,8 +2,8 @@
 
 vLLM schedules, batches, samples and serves HTTP. Ours is the attention backend, and with it the memory of a request:
 one block of fixed size per layer for its whole life, which holds the layer's slots. `msrnn serve` also names a
-scheduler and a worker of ours, by vLLM's own options. Nothing is patched. Every process of vLLM imports this file, so it
-stays light: without a policy in the environment it does nothing.
+scheduler and a worker of ours, by vLLM's own options. Nothing is patched. Every process of vLLM imports this file, so
+it stays light: without a policy in the environment it does nothing.
 """
 
 from __future__ import annotations
