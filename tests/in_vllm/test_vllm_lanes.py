@@ -3,11 +3,13 @@
 On a GPU pieces run beside each other (`benchmarks/vllm_agrees.py`); here they run in turn, through the same code.
 """
 
+import os
+
 import pytest
 
 from msrnn.vllm import lanes
 from msrnn.vllm.lane_count import WORKER
-from tests.in_vllm.engines import engine, greedy, in_turn
+from tests.in_vllm.engines import TRACED, engine, greedy, in_turn
 
 
 @pytest.fixture
@@ -54,3 +56,22 @@ def test_layers_of_several_kinds_are_read_in_one_pass(model, prompts, passes):
     with engine(model, in_turn("tova:64", "h2o:48"), worker_cls=WORKER) as llm:
         greedy(llm, prompts[-1:], 1)
     assert not passes
+
+
+def test_pieces_where_processes_split_the_layers(model, hf_model, prompts, monkeypatch):
+    """What a stage passes on is cut and joined by token."""
+    import torch
+
+    import msrnn
+
+    ids = (prompts[-1] * 4)[:1200]
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    options = {"pipeline_parallel_size": 2, "worker_cls": WORKER, "max_model_len": 2048, **TRACED}
+    with engine(model, "tova:64", max_num_batched_tokens=2048, **options) as llm:
+        tokens = greedy(llm, [ids])[0]
+    rnn = msrnn.RNN(hf_model, "tova:64")
+    logits, state = rnn.read(ids, rnn.start())
+    for token in tokens:
+        assert int(logits.argmax()) == token
+        logits, state = rnn.step(torch.tensor([[token]]), state)

@@ -6,12 +6,7 @@ from itertools import cycle, islice
 import pytest
 
 from msrnn.vllm.pool import SCHEDULER
-from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy, in_turn
-
-# On a CPU, vLLM allocates what its pipeline stages pass on in a warm-up that it skips where nothing is compiled; so the
-# graph is traced, but not compiled.
-TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
-
+from tests.in_vllm.engines import TRACED, build_prefix, connector, engine, external_hits, greedy, in_turn
 
 BY_HEAD = "fade:20|fade:64|fade:108"
 
