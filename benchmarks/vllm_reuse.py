@@ -99,12 +99,13 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM
 
+    from msrnn.vllm.lane_count import WORKER
     from msrnn.vllm.pool import SCHEDULER, STATES
     from msrnn.vllm.prefix import CONNECTOR
 
     transfer = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {STATES: 16 * options.rounds}}
     pool = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER} if kind == "pool" else {}
-    llm = LLM(**settings(options), **pool)
+    llm = LLM(**settings(options), **pool, worker_cls=WORKER)
     runs = []
     for turn in range(-1, options.rounds):  # the first round is a rehearsal
         for number, prompt in list(enumerate(prompts(options, turn)))[0 if kind == "pool" else -1 :]:
