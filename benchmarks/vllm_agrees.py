@@ -305,6 +305,7 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
     if not _hf:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         _hf.append(msrnn.load(str(bundled()), dtype="float32")[0].to(device))
+        _hf[0].generation_config.eos_token_id = None  # vLLM is told to go on, too, and may choose that token
     model = _hf[0]
     plan = None
     if reference == "msrnn":
@@ -318,7 +319,6 @@ def outside(options: argparse.Namespace, policy: str, reference: str) -> dict[st
             attention_mask=torch.ones_like(inputs),
             **({} if plan is None else {"past_key_values": msrnn.cache(model, plan)}),
             max_new_tokens=options.new,
-            min_new_tokens=options.new,
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
