@@ -179,14 +179,14 @@ def test_ruler_with_the_profile_before() -> None:
 def test_ruler() -> None:
     header, *rows = table("RULER", "RULER")
     places = [("ruler", 1024), ("ruler", 2048), ("ruler", 4096), (FILE, 1024), (FILE, 2048)]
-    assert (len(header), len(rows)) == (6, 14)
+    assert (len(header), len(rows)) == (6, 15)
     compared = 0
     for label, *cells in rows:
         for (file, length), cell in zip(places, cells, strict=True):
             if cell:
                 same(cell, find(file, "match", policy(label), kind="all", length=length))
                 compared += 1
-    assert compared == 14 * 5 - 20
+    assert compared == 15 * 5 - 22
     assert len([key for key in index(FILE, "match") if key[0] == "full"]) == 2 * 13
 
 
