@@ -6,10 +6,14 @@ from math import exp
 
 import pytest
 
+from msrnn.analysis.league import mean_recall
+from msrnn.analysis.records import read_results
+from msrnn.eval.statistics import Interval
 from tests.docs import pages
 from tests.docs.records import Record, find, numbers, policy, same
 
-PERPLEXITIES, DIFFERENCES = 0, 1
+PERPLEXITIES, DIFFERENCES, RECALL = 0, 1, 2
+COLUMNS = (("passkey", 1024), ("passkey", 2048), ("needle", 1024))
 
 
 def table(number: int) -> list[list[str]]:
@@ -53,3 +57,39 @@ def test_full_attention_on_the_books_read_with_128_slots() -> None:
     nll, tokens = (sum(parts[book][column] for book in books) for column in ("nll", "tokens"))
     text = " ".join(pages.text("docs/results.md").split())
     assert f"{len(books)} of the books were read, where full attention has {exp(nll / tokens):.2f}" in text
+
+
+def recall(label: str, slots: str, kind: str, length: int) -> Interval:
+    """Over all depths."""
+    records = read_results([pages.ROOT / "results" / "gemma.jsonl"])
+    name = policy(label, int(slots.replace(",", "")) if slots else None)
+    interval = mean_recall(records, name, "needle", {"kind": kind, "length": length})
+    assert interval is not None, (label, slots)
+    return interval
+
+
+def test_recall() -> None:
+    _, *rows = table(RECALL)
+    compared = 0
+    for label, slots, *cells in rows:
+        for column, cell in zip(COLUMNS, cells, strict=True):
+            if cell:
+                same(cell, recall(label, slots, *column)._asdict())
+                compared += 1
+    assert (len(rows), compared) == (13, 27)
+
+
+def test_differences_of_recall() -> None:
+    text = " ".join(pages.text("docs/results.md").split())
+    sentence = text.split("TOVA is ahead of H2O by ")[1].split(" no difference is found")[0]
+    printed = [numbers(part)[-3:] for part in sentence.split("]")[:3]]
+    tova = recall("tova", "512", "passkey", 1024).value
+    for (value, *_), other in zip(printed, ("h2o", "window+4", "fade"), strict=True):
+        assert float(value) == pytest.approx(tova - recall(other, "512", "passkey", 1024).value, abs=0.00501)
+
+
+def test_what_full_attention_misses_at_the_end() -> None:
+    missed = {
+        length: find("gemma", "recall", "full", kind="passkey", length=length, depth=1.0) for length in (1024, 2048)
+    }
+    assert {length: (one["value"], one["samples"]) for length, one in missed.items()} == {1024: (0.5, 4), 2048: (0, 3)}

@@ -61,3 +61,9 @@ def test_without_options_the_settings_of_the_script_count(gemma) -> None:
     pg19, needle = gemma.experiments(gemma.arguments(["--data", "x"]))
     assert (pg19.limit, pg19.batch, pg19.settings.chunks_per_book) == (None, 28, 4)
     assert (needle.limit, needle.batch, needle.settings.repeats) == (None, 100, 10)
+
+
+def test_needles_of_other_lengths(gemma) -> None:
+    words = ["--data", "x", "--tasks", "needle", "--lengths", "1024", "4096", "--repeats", "4"]
+    (needle,) = gemma.experiments(gemma.arguments(words))
+    assert (needle.settings.lengths, needle.settings.repeats) == ((1024, 4096), 4)
