@@ -7,7 +7,7 @@ import pytest
 from msrnn.analysis.league import RECALL, Player, mean_recall, players
 from msrnn.analysis.records import read_results
 from tests.docs import pages
-from tests.docs.records import close, numbers
+from tests.docs.records import close, find, numbers, same
 
 SMOLLM = "SmolLM2-135M-Instruct"
 
@@ -47,3 +47,15 @@ def test_recall() -> None:
             assert interval is not None
             for printed, value in zip(numbers(cell), interval, strict=True):
                 assert close(printed, value), (label, kind, cell)
+
+
+def test_facts_in_conversations() -> None:
+    found = pages.tables("docs/league.md", "Results")
+    _, *rows = next(table for table in found if table[0][0] == "facts in conversations")
+    records = read_results([pages.ROOT / "results" / "league.jsonl"])
+    rules = {one.policy for one in records if one.task == "league-turns"}
+    assert {label.strip("`") for label, *_ in rows if "-head" in label} == rules
+    for label, *cells in rows:
+        name = label.strip("`")
+        for turns, cell in zip((2, 4, 8), cells, strict=True):
+            same(cell, find("league" if name in rules else "turns", "recall", name, turns=turns))
