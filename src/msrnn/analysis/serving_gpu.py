@@ -66,7 +66,8 @@ def _bars(axes: Axes, records: Sequence[Record], metrics: Sequence[str]) -> None
     names = list(pairs)[::-1]
     values = [pairs[name][1] / pairs[name][0] for name in names]
     bars = axes.barh(names, values, color=colour, height=0.6)
-    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
     axes.axvline(1, color="#000000", linestyle="--", linewidth=1)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line at 1 would run through some
+    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4, fontsize=8, bbox=behind)
     axes.set_xlim(0, max([1.0, *values]) * 1.12)
     hide_spines(axes)

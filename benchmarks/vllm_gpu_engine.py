@@ -1,0 +1,117 @@
+"""The engine that benchmarks/vllm_gpu.py measures: vLLM with a model of a given shape and random weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+# As the models have it. With less, a token's weight changes within a long text, and `steady` attention is not steady.
+ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
+
+
+def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
+    """vLLM's engine in this process, and the seconds until it takes requests."""
+    folder = model_folder(options)
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "dtype": "bfloat16",
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.budget,
+        "long_prefill_token_threshold": options.threshold if engine == "msrnn" else 0,
+        "long_prefill_token_threshold_adaptive": engine == "msrnn",
+    }
+    if engine == "stock":
+        settings["kv_cache_dtype"] = options.kv_cache_dtype
+    elif not options.no_lanes:
+        from msrnn.vllm.lane_count import WORKER
+
+        settings["worker_cls"] = WORKER
+    if options.utilization:
+        settings["gpu_memory_utilization"] = options.utilization
+    if options.kv_gib:  # no memory profile; the utilization is then only asked of what is free at the start
+        settings |= {"kv_cache_memory_bytes": int(options.kv_gib * 2**30), "gpu_memory_utilization": 0.05}
+    if options.graphs:
+        settings["compilation_config"] = {"cudagraph_mode": options.graphs}
+    if options.small:
+        settings |= {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "kv_cache_memory_bytes": 64 << 20,
+        }
+        settings |= {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+        settings["long_prefill_token_threshold"] = 64 if engine == "msrnn" else 0
+    begin = time.perf_counter()
+    llm = LLM(**settings)
+    return llm, time.perf_counter() - begin
+
+
+def model_folder(options: argparse.Namespace) -> str:
+    """A folder with a configuration and no weights."""
+    from msrnn.bench.shapes import config
+
+    changes: dict[str, Any] = {"attention_bias": True, "max_position_embeddings": 131072}
+    changes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA[options.shape]}
+    changes |= {"hidden_size": 256} if options.small else {}  # vLLM on a CPU has no heads of 16
+    shape = config("tiny" if options.small else options.shape, **changes)
+    shape.architectures = ["LlamaForCausalLM"]
+    shape.bos_token_id, shape.eos_token_id = 1, 2
+    folder = tempfile.mkdtemp(prefix="msrnn-shape-")
+    shape.save_pretrained(folder)
+    return folder
+
+
+def set_weights(llm: Any, attention: str) -> None:
+    """Random weights as transformers initialises them; `steady`: every head's queries share a slow direction."""
+    import torch
+
+    @torch.no_grad()
+    def change(model: Any) -> None:
+        config = model.config
+        generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+        for name, tensor in model.named_parameters():
+            if "norm" in name:
+                tensor.fill_(1)
+            elif name.endswith("bias"):
+                tensor.zero_()
+            else:
+                tensor.normal_(0, 0.02, generator=generator)
+            if attention == "steady" and name.endswith("qkv_proj.bias"):
+                size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+                half = tensor[: config.num_attention_heads * size].view(config.num_attention_heads, 2, size // 2)
+                half[:, :, size // 2 * 5 // 8 :].normal_(0, 4, generator=generator)
+
+    llm.apply_model(change)
+
+
+def memory_of(llm: Any) -> dict[str, Any]:
+    """Blocks and bytes: what vLLM has allocated, and for states what `msrnn info` says fits into as much."""
+    import torch
+
+    core = llm.llm_engine.engine_core.engine_core
+    cache = core.scheduler.kv_cache_config
+    tensors = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    about = {"blocks": cache.num_blocks, "kv_bytes": tensors}
+    config = llm.llm_engine.vllm_config
+    about["free_bytes"] = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    if os.environ.get("MSRNN_POLICY"):
+        from msrnn.hf.geometry import geometry
+        from msrnn.plan import Plan
+        from msrnn.policy import parse_policy
+        from msrnn.vllm.cost import price
+
+        layers = geometry(config.model_config.hf_config)
+        plan = Plan((parse_policy(os.environ["MSRNN_POLICY"]),) * len(layers))
+        state, _ = price(layers, plan, config.model_config.dtype, config.model_config.max_model_len)
+        about |= {"request_bytes": state, "predicted_blocks": tensors // state}
+    return about
