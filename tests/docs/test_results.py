@@ -13,6 +13,7 @@ from tests.docs import pages
 from tests.docs.records import Record, close, find, load, numbers, passkey, perplexity, policy, recall, same
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
+LENGTHS = (2048, 8192, 32768)  # of a peer's prompt
 
 
 def tables(heading: str) -> list[list[list[str]]]:
@@ -196,7 +197,7 @@ def test_speed_on_a_cpu() -> None:
 
 
 def test_compared_with_kvpress() -> None:
-    _, *rows = tables("Peers")[3]
+    _, *rows = tables("Peers")[5]
     found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
     for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
         assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
@@ -204,7 +205,7 @@ def test_compared_with_kvpress() -> None:
         assert close(loss, found[run]["perplexity"])
 
 
-@pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (2, 1024, 128, 5)])
+@pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (3, 1024, 128, 5)])
 def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
     _, *rows = tables("Peers")[table]
     assert len(rows) == count
@@ -223,12 +224,40 @@ def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
 
 
 def test_recall_of_peers() -> None:
-    _, *rows = tables("Peers")[1]
+    _, *rows = tables("Peers")[2]
     assert len(rows) == 13
     for label, ruler, *needles in rows:
         same(ruler, find("peers", "match", label, work="ruler", kind="all", length=2048))
         for kind, cell in zip(("needle", "passkey"), needles, strict=True):
             assert close(cell, find("peers", "recall", label, work="needle", kind=kind, length=2048)["value"])
+
+
+def test_quantised_caches_of_peers() -> None:
+    """Their bytes: codes of 4,096 tokens, and a scale and a shift of 16 bits for every 64 codes."""
+    _, *rows = tables("Peers")[1]
+    records = {one["policy"]: one for one in load("part/peers_quantised") if one["groups"] == 7}
+    full, values = records["transformers full"], 4096 * 30 * 3 * 64 * 2
+    assert {label for label, *_ in rows} == set(records)
+    for label, state, printed, gap in rows:
+        assert close(printed, records[label]["value"])
+        if gap:
+            middle, low, high = map(float, numbers(gap))
+            assert middle == pytest.approx(100 * (records[label]["value"] / full["value"] - 1), abs=0.051)
+            assert low <= middle <= high
+        if label.endswith("bits"):
+            bits = int(label.split()[-2])
+            assert close(state, values * (bits + 32 / 64) / 8 / 2**20)
+
+
+def test_time_and_memory_of_peers() -> None:
+    header, *rows = tables("Peers")[4]
+    columns = [(metric, length) for metric in ("peak bytes", "prefill seconds", "step seconds") for length in LENGTHS]
+    units = {"peak bytes": 2**20, "prefill seconds": 1, "step seconds": 1e-3}
+    assert (len(header), len(rows)) == (10, 7)
+    for label, *cells in rows:
+        for (metric, length), cell in zip(columns, cells, strict=True):
+            value = find("peers", metric, label, work="memory", length=length)["value"]
+            assert close(cell, value / units[metric]), (label, metric, length)
 
 
 def test_every_record_file_is_named_in_the_docs() -> None:
