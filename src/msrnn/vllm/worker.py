@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+    override_forward_context,
+)
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
@@ -41,10 +46,12 @@ def in_pieces(forward: Callable[..., Any], streams: Streams) -> Callable[..., An
     @wraps(forward)
     def run(*positional: Any, **inputs: Any) -> Any:
         nonlocal profiled
-        context = get_forward_context()
         count = _token_count(inputs)
-        if positional or count is None or context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
+        if positional or count is None or not is_forward_context_available():
             return forward(*positional, **inputs)
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
+            return forward(**inputs)
         if context.attn_metadata is None and count > profiled:
             profiled = count
             return _profile(forward, streams, context, inputs, count)
