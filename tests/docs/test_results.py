@@ -235,7 +235,10 @@ def test_recall_of_peers() -> None:
 def test_quantised_caches_of_peers() -> None:
     """Their bytes: codes of 4,096 tokens, and a scale and a shift of 16 bits for every 64 codes."""
     _, *rows = tables("Peers")[1]
-    records = {one["policy"]: one for one in load("part/peers_quantised") if one["groups"] == 7}
+    sized = [
+        (one["policy"] + f":{one['capacity']}" * bool(one["capacity"]), one) for one in load("part/peers_quantised")
+    ]
+    records = {name: one for name, one in sized if one["groups"] == 7}
     full, values = records["transformers full"], 4096 * 30 * 3 * 64 * 2
     assert {label for label, *_ in rows} == set(records)
     for label, state, printed, gap in rows:
@@ -247,6 +250,9 @@ def test_quantised_caches_of_peers() -> None:
         if label.endswith("bits"):
             bits = int(label.split()[-2])
             assert close(state, values * (bits + 32 / 64) / 8 / 2**20)
+    states = {label.split()[-1]: float(state) for label, state, *_ in rows}
+    assert states["best:1136"] < 25.3
+    assert states["best:631"] < 14.1
 
 
 def test_time_and_memory_of_peers() -> None:
