@@ -5,12 +5,13 @@ Without a GPU the checks run on small shapes with `TRITON_INTERPRET=1`; times me
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ def record(kind: str, **fields: Any) -> None:
 
 def write(path: Path) -> None:
     path.write_text("".join(json.dumps(conditions() | row) + "\n" for row in RECORDS))
+
+
+def run_parts(parts: Mapping[str, Callable[..., None]], about: str | None) -> None:
+    """What a script of several parts does: those named on the command line, with records after each."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(parts))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shard", default="0/1", help="which share of the checks to run, e.g. 3/8")
+    options = parser.parse_args()
+    torch.manual_seed(time.time_ns() % 2**32)
+    for part in options.parts:
+        start = time.perf_counter()
+        parts[part](*map(int, options.shard.split("/"))) if part == "check" else parts[part]()
+        print(f"-- {part} took {time.perf_counter() - start:.0f} s", flush=True)
+        if options.out:
+            write(options.out)
 
 
 @contextmanager

@@ -7,15 +7,13 @@ Without a GPU: `TRITON_INTERPRET=1 python benchmarks/scan_cuda.py check`, on sma
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu import DEVICE, ON_GPU, poisoned, record, synchronize, timed, write
+from gpu import DEVICE, ON_GPU, poisoned, record, run_parts, synchronize, timed
 from torch import Tensor
 
 from msrnn.core.attention import Attention, weighted_sum
@@ -304,18 +302,7 @@ def sweep() -> None:
 def main() -> None:
     parts = {"check": check, "time": timing, "matmuls": matmuls, "errors": errors, "model": model, "sanitize": sanitize,
              "sweep": sweep}  # fmt: skip
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=list(parts))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--shard", default="0/1", help="which share of the checks to run, e.g. 3/8")
-    options = parser.parse_args()
-    torch.manual_seed(time.time_ns() % 2**32)
-    for part in options.parts:
-        start = time.perf_counter()
-        parts[part](*map(int, options.shard.split("/"))) if part == "check" else parts[part]()
-        print(f"-- {part} took {time.perf_counter() - start:.0f} s", flush=True)
-        if options.out:
-            write(options.out)
+    run_parts(parts, __doc__)
 
 
 if __name__ == "__main__":

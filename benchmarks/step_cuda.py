@@ -7,17 +7,14 @@ Without a GPU: `TRITON_INTERPRET=1 python benchmarks/step_cuda.py check graphs s
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import DEVICE, ON_GPU, bandwidth, captured, poisoned, record, synchronize, timed, write
+from gpu import DEVICE, ON_GPU, bandwidth, captured, poisoned, record, run_parts, synchronize, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -410,18 +407,7 @@ def sanitize() -> None:
 def main() -> None:
     parts = {"check": check, "graphs": graphs, "time": timing, "layers": layers, "sweep": sweep, "kernels": kernels,
              "sanitize": sanitize}  # fmt: skip
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=list(parts))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--shard", default="0/1", help="which share of the checks to run, e.g. 3/8")
-    options = parser.parse_args()
-    torch.manual_seed(time.time_ns() % 2**32)
-    for part in options.parts:
-        start = time.perf_counter()
-        parts[part](*map(int, options.shard.split("/"))) if part == "check" else parts[part]()
-        print(f"-- {part} took {time.perf_counter() - start:.0f} s", flush=True)
-        if options.out:
-            write(options.out)
+    run_parts(parts, __doc__)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -278,28 +278,35 @@ def announced(name: str, session: Session) -> Iterator[None]:
     print(f"   {name}: {time.monotonic() - start:.1f} s", flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(about: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of scripts that run parts of an evaluation of TinyLlama."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="a folder with pg19, qasper and squality")
     parser.add_argument("--out", required=True, help="a folder for records")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, *SMOLLM], help="these parts, in this order")
+    parser.add_argument("--only", nargs="+", choices=parts, help="these parts, in this order")
     parser.add_argument("--model", help="the folder that experiments/tinyllama.py made")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
     parser.add_argument("--tiny", action="store_true")
-    return parser.parse_args()
+    return parser
 
 
-def main() -> None:
-    options = arguments()
+def enter_folder(options: argparse.Namespace) -> float:
+    """Work in the folder for records, so that a profile's name in them has no folder; when the time is up."""
     end = time.monotonic() + options.seconds
     Path(options.out).mkdir(parents=True, exist_ok=True)
     for name in ("data", "out", "model"):
         path = getattr(options, name)
         setattr(options, name, path and str(Path(path).expanduser().resolve()))
-    os.chdir(options.out)  # so that the profile's name in the records has no folder
+    os.chdir(options.out)
+    return float(end)
+
+
+def main() -> None:
+    options = parser_of(__doc__, [*PARTS, *SMOLLM]).parse_args()
+    end = enter_folder(options)
     names = options.only or list(PARTS)
     own = [name for name in names if name in PARTS]
     others = [name for name in names if name in SMOLLM]

@@ -8,8 +8,6 @@ The profile goes to OUT/TinyLlama-1.1B-Chat.json; then PG-19 on the held-out boo
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,18 @@ from pathlib import Path
 import torch
 from books import split
 from tinyllama import NAME
-from tinyllama_gpu import CONTEXT, NEEDLE, Session, TimeIsUp, _within, announced, load, profile_chunks
+from tinyllama_gpu import (
+    CONTEXT,
+    NEEDLE,
+    Session,
+    TimeIsUp,
+    _within,
+    announced,
+    enter_folder,
+    load,
+    parser_of,
+    profile_chunks,
+)
 
 import msrnn
 from msrnn.budgets.calibrate import Meter, Settings, calibrate
@@ -87,31 +96,13 @@ def ruler(session: Session, limit: float) -> None:
 PARTS = {"profile": (120.0, profile), "pg19": (90.0, pg19), "recall": (50.0, recall), "ruler": (90.0, ruler)}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", required=True, help="a folder with pg19")
-    parser.add_argument("--out", required=True, help="a folder for the profile and the records")
-    parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--model", help="the folder that experiments/tinyllama.py made")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, default=42, help="chunks of PG-19 at once")
-    parser.add_argument("--every", type=int, default=2, help="of two chunks of each book, every one or every other")
-    parser.add_argument("--tiny", action="store_true")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
-    end = time.monotonic() + options.seconds
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    for name in ("data", "out", "model"):
-        path = getattr(options, name)
-        setattr(options, name, path and str(Path(path).expanduser().resolve()))
-    os.chdir(options.out)  # so that the profile's name in the records has no folder
+    parser = parser_of(__doc__, list(PARTS))
+    parser.add_argument("--every", type=int, default=2, help="of two chunks of each book, every one or every other")
+    options = parser.parse_args()
+    end = enter_folder(options)
     session = Session(*load(options), options, end, (), "tinyllama_layers")
-    for name in options.only:
+    for name in options.only or PARTS:
         if session.left() > 5:
             with announced(name, session):
                 PARTS[name][1](session, PARTS[name][0])

@@ -61,15 +61,15 @@ class Batch:
     def pieces(self, size: int, turns: Turns, lanes: int) -> list[tuple[slice, Self]]:
         """The only prompt in pieces of that size: the tokens of each, and a batch of them. Steps go with the first."""
         (row,) = self.rows
-        found = []
+        pieces = []
         for number, begin in enumerate(range(0, row.size, size)):
             first = row.start + begin if begin else 0
             own = row._replace(start=row.start + begin - first, size=min(size, row.size - begin), seen=row.seen + begin)
             batch = replace(self, rows=[own], plans={}, lane=number % lanes, turns=turns)
             if begin:
                 batch.steps, batch.begins = 0, False
-            found.append((slice(first, first + own.start + own.size), batch))
-        return found
+            pieces.append((slice(first, first + own.start + own.size), batch))
+        return pieces
 
 
 class StaticInputs:
