@@ -8,7 +8,8 @@ The same model (SmolLM2-135M), the same texts, the same number of tokens kept of
 - memory: seconds of reading one prompt and of a step after it; on a GPU the peak bytes above the model's own as well.
 A policy of kvpress reads the whole prompt with full attention and then drops tokens, and what comes later is added;
 msrnn never holds more than `capacity` + 1. `--kvpress PYTHON` names the python that has kvpress (default: that of
-.venv-kvpress), `--llamacpp PYTHON` one that has llama-cpp-python, for perplexity on a CPU. The same command resumes.
+.venv-kvpress), `--llamacpp PYTHON` one that has llama-cpp-python, for perplexity on a CPU, and `--vllm PYTHON` one that
+has vLLM. The same command resumes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ RUNS = {
     ),
     "peers_kvpress.py": KVPRESS,
     "peers_llamacpp.py": ("llama.cpp full", "llama.cpp shift"),
+    "peers_vllm.py": ("vllm full", "vllm fp8", "vllm msrnn best"),
 }
 MEMORY_RUNS = {  # the most telling first, for a time limit
     "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
@@ -55,7 +57,7 @@ MEMORY_RUNS = {  # the most telling first, for a time limit
     ),
 }
 QUANTISED = ("transformers quantised, 4 bits", "transformers quantised, 2 bits")  # where optimum-quanto is installed
-KEEP_ALL = ("transformers full", "transformers static", "llama.cpp full", *QUANTISED)
+KEEP_ALL = ("transformers full", "transformers static", "llama.cpp full", "vllm full", "vllm fp8", *QUANTISED)
 RULER_KINDS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "vt")
 NEW_TOKENS = 64
 Job = dict[str, Any]
@@ -159,6 +161,8 @@ def worker(script: str, part: str, options: argparse.Namespace) -> tuple[str | N
     """The python that runs a script (None: leave it out) and the model that it takes."""
     if script == "peers_llamacpp.py":
         return options.llamacpp if part == "pg19" else None, str(options.gguf)
+    if script == "peers_vllm.py":
+        return options.vllm if part == "pg19" else None, options.model
     python = options.kvpress if script == "peers_kvpress.py" else sys.executable
     if not Path(python).exists():
         print(f"{script} is left out: there is no {python}; run `make .venv-kvpress/.installed`")
@@ -292,6 +296,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds after which a worker is ended (default: none)")
     parser.add_argument("--kvpress", default=str(HERE.parent / ".venv-kvpress" / "bin" / "python"))
     parser.add_argument("--llamacpp", help="a python that has llama-cpp-python (default: none)")
+    parser.add_argument("--vllm", help="a python that has vLLM (default: none)")
     parser.add_argument("--gguf", help="the model as a GGUF file, for llama.cpp")
     parser.add_argument("--runs", nargs="+", default=[""], help="those whose names begin so, in this order")
     parser.add_argument("--work", type=Path, default=Path("/tmp/msrnn-peers"), help="jobs and results so far")

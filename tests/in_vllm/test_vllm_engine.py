@@ -183,7 +183,7 @@ def test_best_becomes_the_plan_that_it_stands_for(model, prompts, hf_model):
 
 
 def test_slots_of_fewer_bits(model, prompts, hf_model):
-    """Codes are rounded from keys that differ in the last bits, so few tokens may differ; read on as if they did not."""
+    """Codes are rounded from keys that differ in the last bits, so a few tokens may differ; read on as vLLM did."""
     import torch
 
     import msrnn
