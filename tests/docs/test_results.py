@@ -255,6 +255,25 @@ def test_quantised_caches_of_peers() -> None:
     assert states["best:631"] < 14.1
 
 
+def test_caches_in_vllm() -> None:
+    records = {(one["policy"], one["metric"]): one["value"] for one in load("part/peers_vllm")}
+    header, *rows = tables("Peers")[-1]
+    assert header[0] == "in vLLM"
+    full, plain = records["vllm full", "perplexity"], 4096 * 30 * 3 * 64 * 2 * 2 / 2**20
+    states = {"vllm full": plain, "vllm fp8": plain / 2}
+    assert {label for label, *_ in rows} == {policy for policy, _ in records}
+    for label, state, printed, gap, prefill, step in rows:
+        value = records[label, "perplexity"]
+        assert close(printed, value)
+        assert close(prefill, records[label, "prefill seconds"])
+        assert close(step, 1e3 * records[label, "step seconds"])
+        assert label not in states or close(state, states[label])
+        if gap:
+            middle, low, high = map(float, numbers(gap))
+            assert middle == pytest.approx(100 * (value / full - 1), abs=0.051)
+            assert low <= middle <= high
+
+
 def test_time_and_memory_of_peers() -> None:
     header, *rows = tables("Peers")[4]
     columns = [(metric, length) for metric in ("peak bytes", "prefill seconds", "step seconds") for length in LENGTHS]
