@@ -274,6 +274,16 @@ def test_caches_in_vllm() -> None:
             assert low <= middle <= high
 
 
+def test_time_of_peers_on_a_cpu() -> None:
+    records = {(one["policy"], one["metric"]): one["value"] for one in load("part/peers_cpu")}
+    header, *rows = tables("Peers")[-2]
+    assert header[0] == "on a CPU"
+    assert {label for label, *_ in rows} == {policy for policy, _ in records}
+    for label, prefill, step in rows:
+        assert close(prefill, records[label, "prefill seconds"])
+        assert close(step, 1e3 * records[label, "step seconds"])
+
+
 def test_time_and_memory_of_peers() -> None:
     header, *rows = tables("Peers")[4]
     columns = [(metric, length) for metric in ("peak bytes", "prefill seconds", "step seconds") for length in LENGTHS]
