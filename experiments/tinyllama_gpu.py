@@ -113,7 +113,7 @@ def profile(session: Session, limit: float) -> None:
     session.model.to(torch.float32)
     chunks = profile_chunks(session)
     meter = Meter(session.model, chunks, Settings("fade", grid, 0, len(chunks)), f"{session.profile}.measured.jsonl")
-    meter.on_measured = partial(_within, time.monotonic() + min(limit, session.left()))
+    meter.on_measured = partial(within, time.monotonic() + min(limit, session.left()))
     try:
         document = calibrate_by_head(meter, [64 if session.options.tiny else 256], {"names": names}, msrnn.__version__)
     finally:
@@ -155,7 +155,7 @@ def recall_profile(session: Session, limit: float) -> None:
     session.eval(limit / 2, **TURNS | {"turns": [0, 1]} if session.options.tiny else TURNS, policies=policies)
 
 
-def _within(deadline: float, description: str, loss: float) -> None:
+def within(deadline: float, description: str, loss: float) -> None:
     if time.monotonic() > deadline:
         raise TimeIsUp(f"calibration stopped at {description}")
 

@@ -20,12 +20,12 @@ from tinyllama_gpu import (
     NEEDLE,
     Session,
     TimeIsUp,
-    _within,
     announced,
     enter_folder,
     load,
     parser_of,
     profile_chunks,
+    within,
 )
 
 import msrnn
@@ -47,7 +47,7 @@ def profile(session: Session, limit: float) -> None:
     session.model.to(torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
     meter = Meter(session.model, chunks, Settings("fade", grid, 0, len(chunks)), f"{PROFILE}.measured.jsonl")
-    meter.on_measured = partial(_within, time.monotonic() + min(limit, session.left()))
+    meter.on_measured = partial(within, time.monotonic() + min(limit, session.left()))
     names = [book.name for book in split(Path(session.options.data))[0]]
     try:
         document = calibrate(meter, averages, {"names": names}, msrnn.__version__)

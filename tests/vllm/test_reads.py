@@ -116,16 +116,22 @@ def test_kv_heads_read_together_equal_each_text_alone(text, planned, monkeypatch
     assert torch.equal(requests.raw[others], before[others])
 
 
-@pytest.mark.parametrize("text", POLICIES)
-def test_reads_at_fixed_addresses_equal_each_text_alone(text, monkeypatch):
-    """What a CUDA graph does, without the graph: single rows are cut into captured widths, copied there and back."""
+@pytest.fixture
+def runs(monkeypatch) -> list[bool]:
+    """Plans as for a GPU, with small graphs: what every run of one returned, none of them captured yet."""
+    results: list[bool] = []
     monkeypatch.setattr(read_graphs, "_graphs", {})
     monkeypatch.setattr(reads, "TAILS", (8, 32))
     monkeypatch.setattr(reads, "GRAPHS", (32, 64, 128))
     sizes_of = batches.sizes_of
     monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
-    runs = []
-    monkeypatch.setattr(read_graphs.BlockReads, "run", counted(read_graphs.BlockReads.run, runs))
+    monkeypatch.setattr(read_graphs.BlockReads, "run", counted(read_graphs.BlockReads.run, results))
+    return results
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_reads_at_fixed_addresses_equal_each_text_alone(text, runs):
+    """What a CUDA graph does, without the graph: single rows are cut into captured widths, copied there and back."""
     requests = Requests(text, Attention(SIZE**-0.5), 0)
     layout = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
     for part in layout.parts:
@@ -154,15 +160,9 @@ class InPieces(Requests):
 
 
 @pytest.mark.parametrize("text", [text for text in POLICIES if "|" not in text])
-def test_a_prompt_in_pieces_equals_the_whole(text, monkeypatch):
+def test_a_prompt_in_pieces_equals_the_whole(text, runs, monkeypatch):
     """Every lane has graphs of its own, whose only row is copied as one block."""
-    monkeypatch.setattr(read_graphs, "_graphs", {})
-    monkeypatch.setattr(reads, "TAILS", (8, 32))
-    monkeypatch.setattr(reads, "GRAPHS", (32, 64, 128))
-    sizes_of = batches.sizes_of
-    monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
-    runs, pairs = [], []
-    monkeypatch.setattr(read_graphs.BlockReads, "run", counted(read_graphs.BlockReads.run, runs))
+    pairs = []
     monkeypatch.setattr(read_graphs.BlockReads, "pairs", counted(read_graphs.BlockReads.pairs, pairs))
     requests = InPieces(text, Attention(SIZE**-0.5), 0)
     (part,) = Layout(requests.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32).parts

@@ -1,4 +1,4 @@
-"""A long prompt alone in a batch, in pieces that go through the model at the same time, each a layer behind the last.
+"""Pipelined prefill of a long prompt alone in a batch: pieces of it are in the model together, each a layer behind.
 
 The scan of one prompt is a chain of decisions that leaves most of a GPU idle. A layer may take a piece as soon as it is
 done with the one before, whatever the layers above are doing. So vLLM's forward pass runs once for every piece, on a

@@ -1,4 +1,4 @@
-"""vLLM's worker, with a model that reads a long prompt in pieces on several streams (`lanes`)."""
+"""vLLM's worker, with pipelined prefill: the model reads a long prompt in pieces on several streams (`lanes`)."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
 def in_pieces(forward: Callable[..., Any], streams: Streams) -> Callable[..., Any]:
     """A model's forward pass, whose arguments and results are those of all tokens of a batch."""
-    profiled = 0
+    largest = 0  # tokens of a memory profile so far
 
     @wraps(forward)
     def run(*positional: Any, **inputs: Any) -> Any:
-        nonlocal profiled
+        nonlocal largest
         count = _token_count(inputs)
         if positional or count is None or not is_forward_context_available():
             return forward(*positional, **inputs)
         context = get_forward_context()
         if context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
             return forward(**inputs)
-        if context.attn_metadata is None and count > profiled:
-            profiled = count
+        if context.attn_metadata is None and count > largest:
+            largest = count
             return _profile(forward, streams, context, inputs, count)
         parts = _parts(context, count, streams)
         if len(parts) < 2:
@@ -119,10 +119,10 @@ def _profile(
     result = forward(**inputs)
     if not gpu:
         return result
-    taken = torch.cuda.max_memory_allocated() - before
-    beside = torch.empty(max(0, taken), dtype=torch.uint8, device=streams.device)
+    peak = torch.cuda.max_memory_allocated() - before
+    filler = torch.empty(max(0, peak), dtype=torch.uint8, device=streams.device)
     some = range(0, min(count, lanes.PIECE * streams.lanes), lanes.PIECE)
     parts = (slice(start, min(count, start + lanes.PIECE)) for start in some)
     streams.run([partial(_part, forward, inputs, part, context) for part in parts])
-    del beside
+    del filler
     return result
