@@ -181,7 +181,7 @@ def recall(
     task: str, players: Sequence[str], arguments: argparse.Namespace, model: Any, tokenizer: Any, deadline: float
 ) -> None:
     """Recall of all players, with intervals; one policy after the other, so that a stopped run has whole rows."""
-    settings: Any = {"needle": NEEDLE, "turns": TURNS}[task]
+    settings: Any = {"needle": replace(NEEDLE, repeats=arguments.repeats), "turns": TURNS}[task]
     if arguments.limit:
         settings = replace(settings, **({"repeats": 1} if task == "needle" else {"conversations": 1, "turns": (0, 2)}))
     log = arguments.out.with_name(f"{arguments.out.stem}.{task}.jsonl")
@@ -236,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing begins after so long")
     parser.add_argument("--tasks", nargs="*", default=["needle", "turns"], help="besides perplexity")
     parser.add_argument("--prompts", type=int, default=200, help="prompts read at once")
+    parser.add_argument("--repeats", type=int, default=NEEDLE.repeats, help="numbers to find at each depth and length")
     parser.add_argument("--scores", action="store_true", help="only the scores that might become presets")
     parser.add_argument("--recall", action="store_true", help="only the other tasks; perplexity as measured before")
     parser.add_argument("--players", nargs="+", default=[""], help="with --recall: whose names begin so, in this order")

@@ -39,6 +39,11 @@ def tokens_shown(page) -> int:
     return int(re.match(r"[\d,]+", page.inner_text("#clock"))[0].replace(",", ""))
 
 
+def until_shown(page, tokens: int) -> None:
+    script = "(tokens) => parseInt(document.querySelector('#clock').innerText.replaceAll(',', '')) >= tokens"
+    page.wait_for_function(script, arg=tokens, timeout=20_000)
+
+
 def all_shown(page) -> None:
     """Until the playhead has reached the last token."""
     page.click("#live", force=True)
@@ -212,8 +217,7 @@ def test_a_reload_catches_up_and_the_run_goes_on(page, client):
     before = tokens_shown(page)
     page.reload()
     expect(page.locator("#stage")).to_be_visible()
-    expect(page.locator("#clock")).to_have_text(re.compile("^[1-9]"))
-    assert tokens_shown(page) >= before
+    until_shown(page, before)  # the messages of the run so far come one after the other
     assert len(client.server.scheduler.runs) == 1
     page.locator("#speed").select_option("")
     expect(page.locator("#status")).to_have_text("All read", timeout=30_000)
