@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .core.heads import LayerSlots, recorder
-from .core.recurrence import CHUNK, Prompt
+from .core.recurrence import Prompt
 from .core.trace import Trace
 from .hf.cache import BoundedCache, BoundedLayer, cache
 from .plan import PolicyLike
@@ -36,7 +36,7 @@ class RNN:
         *,
         prompt: Prompt = "recurrent",
         length: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         piece: int = PIECE,
     ) -> None:
         if piece < 1:

@@ -21,7 +21,7 @@ from . import recurrence
 from .attention import Attention
 from .head_groups import Group, single_groups, whole_layer
 from .head_groups import groups as head_groups
-from .recurrence import CHUNK, Prompt
+from .recurrence import Prompt
 from .slots import Slots, unit_count
 from .streams import side_by_side
 from .trace import Recorder
@@ -142,7 +142,7 @@ def read(
     policy: LayerPolicy,
     attention: Attention,
     real: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     on_evict: LayerRecorder | None = None,
     prompt: Prompt = "recurrent",
 ) -> Tensor:

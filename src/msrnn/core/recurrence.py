@@ -20,7 +20,7 @@ from .attention import Attention, OutOfRange, weighted_sum
 from .slots import NEVER, Columns, Slots, decides_by_age, expiry_by_age, lowest_empty
 from .workspace import Workspace
 
-CHUNK = 128
+CHUNK, GPU_CHUNK = 128, 256  # tokens whose evictions are one scan; a GPU takes longer to launch it than to run it
 Prompt = Literal["recurrent", "oneshot"]
 OnEvict = Callable[[Tensor, Tensor], None]  # positions [B, U, N] and expiry [B, U, N] of a chunk's columns
 
@@ -33,17 +33,19 @@ def read(
     policy: Policy,
     attention: Attention,
     real: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     on_evict: OnEvict | None = None,
 ) -> Tensor:
     """query [B, H, T, D], key [B, G, T, D], value [B, G, T, V], real [B, T] (false: padding) -> [B, H, T, V].
 
+    `chunk`: so many tokens at a time, None for what is fast on the device.
     The slots move on by T tokens, in place. Outputs at padding are finite and mean nothing.
     """
     total = query.shape[2]
     if total == 1:
         return _one_token(slots, query, key, value, policy, attention, real, on_evict)
     key, value = slots.expand(key, value)
+    chunk = chunk or default_chunk(query.device)
     space, output = Workspace(slots, key, chunk), _output(query, value)
     steps, start = step_numbers(slots, real, total), 0
     plain = Chunks(space, (query, key, value), steps, policy, attention, output)
@@ -65,6 +67,10 @@ def read(
     slots.seen += _arrivals(steps)
     space.close()
     return output
+
+
+def default_chunk(device: torch.device) -> int:
+    return GPU_CHUNK if device.type == "cuda" else CHUNK
 
 
 def step(
@@ -187,7 +193,7 @@ def read_oneshot(
     policy: Policy,
     attention: Attention,
     real: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     on_evict: OnEvict | None = None,
 ) -> Tensor:
     """The arguments of `read`: all tokens under full attention, then down to the capacity by the last scores.
@@ -197,7 +203,7 @@ def read_oneshot(
     if query.shape[2] == 1:
         return _one_token(slots, query, key, value, policy, attention, real, on_evict)
     key, value = slots.expand(key, value)
-    total = query.shape[2]
+    total, chunk = query.shape[2], chunk or default_chunk(query.device)
     space, output = Workspace(slots, key, total), _output(query, value)
     steps, keep_all = step_numbers(slots, real, total), replace(policy, capacity=None, first=0, last=0)
     space.add(key, value, steps)

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import kernels
-from ..core.recurrence import CHUNK
 from ..hf.cache import BoundedCache
 from ..plan import PolicyLike
 from ..rnn import PIECE, RNN
@@ -35,7 +34,6 @@ from .static_cache import FullAttention, StaticCache
 MOST_TOGETHER = 32  # prompts that are read at once
 FEW = 2  # so many long prompts are faster one by one in the pipeline than together
 LONG = 49152  # tokens from which on it pays to capture the pipeline's graphs for one prompt
-GPU_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,7 @@ class Engine:
         self.model, self.batch = model, batch
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         on_gpu = model.get_input_embeddings().weight.is_cuda
-        chunk = (GPU_CHUNK if on_gpu else CHUNK) if options.chunk is None else options.chunk
-        self.rnn = RNN(model, policy, length=length, chunk=chunk, piece=options.piece)
+        self.rnn = RNN(model, policy, length=length, chunk=options.chunk, piece=options.piece)
         unbounded = any(policy.capacity is None for policy in self.rnn.plan.parts)
         self.length = (length or trained) if unbounded else None
         rules = [policy.rule for policy in self.rnn.plan.parts if policy.rule is not None]

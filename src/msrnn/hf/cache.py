@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..budgets.profile import plan_for
 from ..core.attention import Attention
 from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
-from ..core.recurrence import CHUNK, Prompt
+from ..core.recurrence import Prompt
 from ..core.rules import announce_rule
 from ..plan import LayerPolicy, Plan, PolicyLike
 from ..policy import split_policy
@@ -30,7 +30,7 @@ def cache(
     *,
     prompt: Prompt = "recurrent",
     length: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> BoundedCache:
     """A bounded `past_key_values` for `generate` or a plain forward.
 
@@ -38,14 +38,16 @@ def cache(
     layer. A fraction is of `length`, the model's trained context unless given; say how long the text will be where it
     is longer than that, as `best` has other budgets then. A profile made for another model is refused.
     `prompt="oneshot"` reads every call's tokens under full attention and only then drops down to the capacity, as the
-    paper's released code does. transformers' continuous batching has a cache of its own and takes no `past_key_values`.
+    paper's released code does. `chunk`: tokens of a prompt whose evictions are one scan (256 on a GPU, 128 on a CPU);
+    results depend on it by rounding only. transformers' continuous batching has a cache of its own and takes no
+    `past_key_values`.
 
     >>> cache = msrnn.cache(model, "tova:512")
     >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
     """
     if prompt not in ("recurrent", "oneshot"):
         raise ValueError(f"unknown prompt mode {prompt!r}; allowed: recurrent, oneshot")
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     layers, policy = geometry(model), resolve(policy, model, length=length)
     if isinstance(policy, str) and (name := split_policy(policy).profile):
@@ -76,7 +78,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, policy: LayerPolicy, prompt: Prompt = "recurrent", chunk: int = CHUNK) -> None:
+    def __init__(self, policy: LayerPolicy, prompt: Prompt = "recurrent", chunk: int | None = None) -> None:
         super().__init__()
         self.policy, self.prompt, self.chunk = policy, prompt, chunk
         self.slots: LayerSlots | None = None
@@ -197,7 +199,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         plan: Plan,
         layers: list[Geometry],
         prompt: Prompt = "recurrent",
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> None:
         bounded = {
             layer.index: BoundedLayer(policy, prompt, chunk)
