@@ -50,10 +50,10 @@ RUNS = {
     "peers_vllm.py": ("vllm full", "vllm fp8", "vllm msrnn best"),
 }
 MEMORY_RUNS = {  # the most telling first, for a time limit
-    "peers_kvpress.py": ("kvpress TOVA", "kvpress SnapKV", "kvpress streaming"),
+    "peers_kvpress.py": KVPRESS,
     "peers_msrnn.py": (
-        *("transformers full", "msrnn tova", "msrnn best"),
-        *("transformers sliding", "transformers static", "msrnn fade"),
+        *("transformers full", "msrnn tova", "msrnn engine tova", "msrnn best"),
+        *("transformers sliding", "transformers static", "msrnn fade", "msrnn engine best"),
     ),
 }
 QUANTISED = ("transformers quantised, 4 bits", "transformers quantised, 2 bits")  # where optimum-quanto is installed

@@ -1,7 +1,8 @@
 """The work that all peers do, in any environment with torch and transformers: read prompts, then go on after them.
 
-A worker gives `serve` its runs: name -> (model, length, capacity) -> (cache, context manager for reading). The job file
-has one JSON object per line, each with `rows`, prompts of one length that are read together:
+A worker gives `serve` its runs: name -> (model, length, capacity) -> (cache, context manager for reading). What is no
+cache is timed alone: name -> (model, capacity, job) -> result of a memory job. The job file has one JSON object per
+line, each with `rows`, prompts of one length that are read together:
 - "continuation": ids for each row, whose loss is measured;
 - "new_tokens": so many are generated greedily;
 - "memory": one row is read alone, for the peak of memory, and both phases are timed.
@@ -94,9 +95,10 @@ def work(model, make, job):
     return result | {"step_s": step_seconds} | ({} if job.get("memory") else {"ids": new})
 
 
-def serve(runs, versions):
+def serve(runs, versions, timed=None):
     """Every job by every run that was asked for; a run that fails is named, and the others go on."""
-    args = arguments(runs)
+    timed = timed or {}
+    args = arguments([*runs, *timed])
     torch.set_num_threads(args.threads)
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation="sdpa").eval()
@@ -109,7 +111,11 @@ def serve(runs, versions):
             if (name, job["id"]) in done or name in failed or time.time() > args.deadline:
                 continue
             try:
-                result = measure(model, lambda model, length, run=runs[name]: run(model, length, args.capacity), job)
+                if name in timed:
+                    result = timed[name](model, args.capacity, job)
+                else:
+                    make = runs[name]
+                    result = measure(model, lambda model, length, run=make: run(model, length, args.capacity), job)
             except Exception as error:
                 print(f"{name}, {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 failed.add(name)
