@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from vllm_gpu_engine import ROPE_THETA, memory_of, set_weights, start
+from vllm_gpu_kernels import kernels_of
 from vllm_gpu_summary import summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,8 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
-    parser.add_argument("--profile", help="write torch profiles of --profile-loads, run once more, into this folder")
-    parser.add_argument("--profile-loads", nargs="+", default=["one-4096"])
+    parser.add_argument("--kernels", nargs="+", default=[], help="loads whose kernels are recorded, after all others")
     parser.add_argument("--wait", help="measure when this file does not exist, and have it meanwhile; see --together")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
     parser.add_argument("--kv-gib", type=float, help="GiB for keys and values of each engine, instead of what is free")
@@ -166,17 +166,12 @@ def measure(options: argparse.Namespace, engine: str) -> None:
         figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
         figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
         write(options.out, about | {"kind": "vllm load"} | figures)
-    if options.profile:
-        profile_loads(options, llm)
-
-
-def profile_loads(options: argparse.Namespace, llm: Any) -> None:
-    """Some loads once more, under the profiler, with steady attention."""
-    set_weights(llm, "steady")
-    for load in chosen(options):
-        if load.name in options.profile_loads and load.attention == "steady":
-            run_load(llm, load, seed=0)
-            run_load(llm, load, seed=0, profile=options.profile)
+    if options.kernels and attention != "steady":
+        set_weights(llm, "steady")
+    for load in sized(options):
+        if load.name in options.kernels and load.attention == "steady":
+            for found in kernels_of(llm.llm_engine, add_requests(llm.llm_engine, load, "kernels")):
+                write(options.out, about | {"kind": "vllm kernels", "load": load.name} | found)
 
 
 def start_parts(llm: Any) -> dict[str, Any]:
@@ -195,13 +190,17 @@ def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
     return sorted(turns, key=lambda pair: pair[1].attention == "flat")
 
 
+def sized(options: argparse.Namespace) -> list[Load]:
+    if not options.small:
+        return LOADS
+    return [
+        load._replace(requests=-(-load.requests // 16), prompt=max(8, load.prompt // 32), new=-(-load.new // 32))
+        for load in LOADS
+    ]
+
+
 def chosen(options: argparse.Namespace) -> list[Load]:
-    loads = [load for load in LOADS if options.attention in (None, load.attention)]
-    if options.small:
-        loads = [
-            load._replace(requests=-(-load.requests // 16), prompt=max(8, load.prompt // 32), new=-(-load.new // 32))
-            for load in loads
-        ]
+    loads = [load for load in sized(options) if options.attention in (None, load.attention)]
     loads = [load for load in loads if not options.loads or load.name in options.loads]
     if not loads:
         raise SystemExit(f"no such load; there are {', '.join(load.name for load in LOADS)}")
@@ -234,23 +233,29 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     return about | {"threshold": options.threshold if engine == "msrnn" else 0}
 
 
-def run_load(llm: Any, load: Load, seed: int, profile: str | None = None) -> dict[str, Any]:
-    """All requests at once; seconds, tokens, waits, and the median step in which every request wrote a token."""
-    import torch
+def add_requests(engine: Any, load: Load, seed: object) -> list[str]:
+    """The names of a load's requests, which now wait in the engine."""
     from vllm import SamplingParams
 
-    engine, vocabulary = llm.llm_engine, llm.llm_engine.model_config.get_vocab_size()
-    numbers = random.Random(f"{load.name} {seed}")
+    vocabulary, numbers = engine.model_config.get_vocab_size(), random.Random(f"{load.name} {seed}")
     sampling = SamplingParams(temperature=0, max_tokens=load.new, ignore_eos=True, detokenize=False)
-    for number in range(load.requests):
-        ids = numbers.choices(range(3, vocabulary), k=load.prompt)
-        engine.add_request(f"{load.name} {seed} {number}", {"prompt_token_ids": ids}, sampling)
+    names = [f"{load.name} {seed} {number}" for number in range(load.requests)]
+    for name in names:
+        engine.add_request(name, {"prompt_token_ids": numbers.choices(range(3, vocabulary), k=load.prompt)}, sampling)
+    return names
+
+
+def run_load(llm: Any, load: Load, seed: int) -> dict[str, Any]:
+    """All requests at once; seconds, tokens, waits, and the median step in which every request wrote a token."""
+    import torch
+
+    engine = llm.llm_engine
+    add_requests(engine, load, seed)
     before = preemptions(engine)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    with profiler(profile, load.name):
-        figures = drive(engine, load)
+    figures = drive(engine, load)
     figures["preemptions"] = preemptions(engine) - before
     if torch.cuda.is_available():
         figures["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -284,29 +289,6 @@ def drive(engine: Any, load: Load) -> dict[str, Any]:
 
 def preemptions(engine: Any) -> float:
     return float(sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions"))
-
-
-class profiler:
-    """A table of kernels and a trace, if a folder is given."""
-
-    def __init__(self, folder: str | None, name: str) -> None:
-        self.folder, self.name = folder, name
-
-    def __enter__(self) -> None:
-        if self.folder:
-            import torch
-
-            self.profile = torch.profiler.profile()
-            self.profile.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.folder:
-            self.profile.__exit__(*error)
-            order = "self_cuda_time_total" if sys.modules["torch"].cuda.is_available() else "self_cpu_time_total"
-            table = self.profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80)
-            folder = Path(self.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{os.environ.get('MSRNN_POLICY', 'stock')}-{self.name}.txt").write_text(table)
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
