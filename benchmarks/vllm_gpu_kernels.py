@@ -42,7 +42,7 @@ def _profiled(step: Any, going_on: Any) -> dict[str, Any]:
     activity = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
     wait = torch.cuda.synchronize if gpu else (lambda: None)
     wait()
-    count, begin = 0, time.perf_counter()
+    count = 0
     with torch.profiler.profile(activities=[activity]) as profile:
         begin = time.perf_counter()
         while count < STEPS and (not count or going_on()):
