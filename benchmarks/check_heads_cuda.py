@@ -82,8 +82,8 @@ def token(batch: int, stored: int, share: int, dtype: torch.dtype) -> Token:
 def alone(slots: HeadSlots, new: Token, policy: HeadPolicies, attention: Attention) -> Tensor:
     """Every head by itself."""
     outputs = []
-    for one, part in zip(slots.heads, heads.layer_parts(policy, new[0].shape[1]), strict=True):
-        own = new[0][:, part.queries], new[1][:, part.own], new[2][:, part.own]
+    for one, part in zip(slots.heads, heads.layer_parts(policy), strict=True):
+        own = [part.take(rows) for rows in new]
         outputs.append(triton_step.step(one, *own, part.policy, part.attention(attention)))
     return torch.cat(outputs, 1)
 

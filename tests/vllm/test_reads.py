@@ -110,7 +110,7 @@ def test_kv_heads_read_together_equal_each_text_alone(text, planned, monkeypatch
         patch.setattr(head_groups, "_together", lambda _: True)
         before = requests.raw.clone()
         requests.mixed(10)
-        assert any(group.indexed for group in read_groups(requests.blocks, requests.policy))
+        assert any(group.index is not None for group in read_groups(requests.blocks, requests.policy))
     requests.check()
     others = [block for block in range(BLOCKS) if block not in requests.homes]
     assert torch.equal(requests.raw[others], before[others])

@@ -30,20 +30,21 @@ class Group:
     policy: Policy  # of one head, or `UnitPolicies`
     heads: tuple[int, ...]  # their numbers among the layer's `stored`
     stored: int
-    own: slice | Tensor  # the same numbers, as an index
-
-    @property
-    def indexed(self) -> bool:
-        """Whether `take` copies; otherwise it gives a view."""
-        return isinstance(self.own, Tensor)
+    index: Tensor | None = None  # the same numbers; without it, `take` gives a view of the only head
 
     def take(self, rows: Tensor) -> Tensor:
         """rows [B, H or G, ...] of a layer -> those of this group."""
-        return self._by_head(rows, self.stored)[:, self.own].flatten(1, 2)
+        if self.index is not None:
+            return self._by_head(rows, self.stored)[:, self.index].flatten(1, 2)
+        share = rows.shape[1] // self.stored
+        return rows[:, self.heads[0] * share : (self.heads[0] + 1) * share]
 
     def put(self, output: Tensor, rows: Tensor) -> None:
         """The opposite of `take`."""
-        self._by_head(output, self.stored)[:, self.own] = self._by_head(rows, len(self.heads))
+        if self.index is None:
+            self.take(output).copy_(rows)
+        else:
+            self._by_head(output, self.stored)[:, self.index] = self._by_head(rows, len(self.heads))
 
     @staticmethod
     def _by_head(rows: Tensor, stored: int) -> Tensor:
@@ -100,12 +101,12 @@ def groups(policies: Sequence[Policy], layer: Sequence[Slots]) -> list[Group]:
 
 def single_groups(policies: Sequence[Policy]) -> list[Group]:
     """Every head by itself."""
-    return [Group(policy, (head,), len(policies), slice(head, head + 1)) for head, policy in enumerate(policies)]
+    return [Group(policy, (head,), len(policies)) for head, policy in enumerate(policies)]
 
 
 def whole_layer(policy: Policy) -> Group:
     """All heads, which share their slots."""
-    return Group(policy, (0,), 1, slice(0, 1))
+    return Group(policy, (0,), 1)
 
 
 def _together(device: torch.device) -> bool:

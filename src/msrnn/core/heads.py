@@ -114,24 +114,9 @@ def check_heads(policy: LayerPolicy, kv_heads: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Part:
-    """What goes through the recurrence on its own: a layer, or one KV head of it with the query heads that read it."""
-
-    policy: Policy
-    own: slice  # of the layer's KV heads
-    queries: slice  # of its query heads
-
-    def attention(self, layer: Attention) -> Attention:
-        return layer if layer.sinks is None else replace(layer, sinks=layer.sinks[self.queries])
-
-
-def layer_parts(policy: LayerPolicy, heads: int) -> list[Part]:
-    """The parts of a layer with so many query heads."""
-    if isinstance(policy, Policy):
-        return [Part(policy, slice(None), slice(None))]
-    share = heads // len(policy.heads)
-    return [Part(one, slice(g, g + 1), slice(g * share, (g + 1) * share)) for g, one in enumerate(policy.heads)]
+def layer_parts(policy: LayerPolicy) -> list[Group]:
+    """What has slots of its own: a layer, or each KV head of it with the query heads that read it."""
+    return [whole_layer(policy)] if isinstance(policy, Policy) else single_groups(policy.heads)
 
 
 def read(
@@ -220,9 +205,9 @@ def step(
     if whole is not None:
         return whole
     output = value.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
-    for one, part in zip(parts_of(slots), layer_parts(policy, query.shape[1]), strict=True):
-        tokens = (query[:, part.queries], key[:, part.own], value[:, part.own])
-        recurrence.step(one, *tokens, part.policy, part.attention(attention), out=output[:, part.queries])
+    for one, part in zip(parts_of(slots), layer_parts(policy), strict=True):
+        tokens = (part.take(query), part.take(key), part.take(value))
+        recurrence.step(one, *tokens, part.policy, part.attention(attention), out=part.take(output))
     return output
 
 

@@ -92,7 +92,7 @@ class LaneLayer(BoundedLayer):
             mixed, own = group.take(output), group.attention(attention)
             chunks = Chunks(space, tokens, steps, group.policy, own, mixed)
             chunks.evict(chunks.attend(slice(0, size)))
-            if group.indexed:
+            if group.index is not None:
                 group.put(output, mixed)
             space.slots.seen += size
             space.slots.fed += size

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from .. import kernels
 from ..core.attention import Attention
-from ..core.heads import HeadRecorder, Part, layer_parts, parts_of
+from ..core.head_groups import Group
+from ..core.heads import HeadRecorder, layer_parts, parts_of
 from ..core.rules import memory_size, score_by_rule
 from ..core.slots import NEVER, Columns, Slots, gain_of, unit_count
 from ..core.trace import Recorder
@@ -74,11 +75,11 @@ class LayerObserver:
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         """The layer's own `attend`; the columns are copied before it, as the layer overwrites them."""
         key, value = self.layer.pending
-        own = layer_parts(self.layer.policy, query.shape[1])
-        queries = [query[:1, part.queries] for part in own]
+        own = layer_parts(self.layer.policy)
+        queries = [part.take(query[:1]) for part in own]
         slots = [None] * len(own) if self.layer.slots is None else parts_of(self.layer.slots)
         columns = [
-            _columns(part.policy, one, rows, key[:1, part.own], value[:1, part.own])
+            _columns(part.policy, one, rows, part.take(key[:1]), part.take(value[:1]))
             for part, one, rows in zip(own, slots, queries, strict=True)
         ]
         for expiries in self._expiries:
@@ -88,7 +89,7 @@ class LayerObserver:
         return output
 
     def _record(
-        self, own: Sequence[Part], queries: Sequence[Tensor], columns: Sequence[Columns], attention: Attention
+        self, own: Sequence[Group], queries: Sequence[Tensor], columns: Sequence[Columns], attention: Attention
     ) -> None:
         """Observe every part; the units of all of them are those of the layer."""
         evictions, held = [], []

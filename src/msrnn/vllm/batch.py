@@ -15,7 +15,7 @@ from .. import kernels
 from ..core.attention import Attention
 from ..core.formats import decode
 from ..core.head_groups import Group
-from ..core.heads import LayerSlots, Part, layer_parts, parts_of, read_groups, step, with_parts
+from ..core.heads import LayerSlots, layer_parts, parts_of, read_groups, step, with_parts
 from ..core.recurrence import read
 from ..core.slots import Slots, gain_of
 from ..plan import LayerPolicy
@@ -125,15 +125,15 @@ def attend(
         active = with_parts(blocks, [replace(slots, rows=index, seen=seen) for slots in parts])
         step(active, query[rows], key[rows], value[rows], policy, attention, out=output[rows])
     if batch.rows:
-        own = list(zip(parts_of(blocks), layer_parts(policy, query.shape[1]), strict=True))
+        own = list(zip(parts_of(blocks), layer_parts(policy), strict=True))
         for group in read_groups(blocks, policy):
-            if group.indexed:
+            if group.index is not None:
                 _read_group(group, [own[head] for head in group.heads], batch, query, key, value, attention, output)
                 continue
             slots, part = own[group.heads[0]]
-            new = query[:, part.queries], key[:, part.own], value[:, part.own]
+            new = part.take(query), part.take(key), part.take(value)
             reader = Reader(slots, new[0], part.policy, part.attention(attention))
-            reader.read(batch, *new, output[:, part.queries])
+            reader.read(batch, *new, part.take(output))
 
 
 def attend_piece(
@@ -163,7 +163,7 @@ def attend_piece(
 
 def _read_group(
     group: Group,
-    parts: list[tuple[Slots, Part]],
+    parts: list[tuple[Slots, Group]],
     batch: Batch,
     query: Tensor,
     key: Tensor,
@@ -175,8 +175,8 @@ def _read_group(
     reads = batch.reads(group_sizes([slots for slots, _ in parts], parts[0][1], group, query, attention))
     for fit in reads.fits:
         for slots, part in parts:
-            new = query[:, part.queries], key[:, part.own], value[:, part.own]
-            _attend_fitting(slots, fit, *new, part.attention(attention), output[:, part.queries])
+            new = part.take(query), part.take(key), part.take(value)
+            _attend_fitting(slots, fit, *new, part.attention(attention), part.take(output))
     for segment in reads.segments:
         rows = [_gather(slots, segment) for slots, _ in parts]
         whole = group.join(dict(zip(group.heads, rows, strict=True)))
@@ -186,14 +186,14 @@ def _read_group(
         group.split(whole, dict(zip(group.heads, rows, strict=True)))
         outputs = torch.split(mixed.transpose(1, 2), mixed.shape[1] // len(parts), 2)
         for (slots, part), own, out in zip(parts, rows, outputs, strict=True):
-            segment.put(output[:, part.queries], out)
+            segment.put(part.take(output), out)
             _put_back(slots, segment, own)
 
 
-def group_sizes(parts: list[Slots], first: Part, group: Group, query: Tensor, attention: Attention) -> Sizes:
+def group_sizes(parts: list[Slots], first: Group, group: Group, query: Tensor, attention: Attention) -> Sizes:
     """`sizes_of` for heads that are read together: what fits into the smallest fits into all."""
     longest = max(parts, key=lambda slots: slots.positions.shape[2])
-    one = sizes_of(longest, query[:, first.queries], group.policy, attention)
+    one = sizes_of(longest, first.take(query), group.policy, attention)
     return one._replace(heads=one.heads * len(parts), slot_bytes=one.slot_bytes * len(parts))
 
 

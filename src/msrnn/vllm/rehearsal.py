@@ -44,9 +44,9 @@ def rehearse(
     are that are not alike; `lanes`: on how many streams pieces of a prompt run beside each other.
     """
     groups = read_groups(layout.carve(_memory(layout, 1, query.device)), layout.policy)
-    together = any(group.indexed for group in groups)
-    for own, part in zip(layout.parts, layer_parts(layout.policy, layout.heads), strict=True):
-        new = query[:, part.queries], key[:, part.own], value[:, part.own]
+    together = any(group.index is not None for group in groups)
+    for own, part in zip(layout.parts, layer_parts(layout.policy), strict=True):
+        new = part.take(query), part.take(key), part.take(value)
         if not together and _is_new(own, attention, len(query)):
             _rehearse_reads(own, *new, part.attention(attention), requests, kinds)
             _capture_lanes(own, *new, part.attention(attention), lanes)
