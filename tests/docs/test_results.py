@@ -196,15 +196,6 @@ def test_speed_on_a_cpu() -> None:
             same(cell, {"value": record["ratio"], "low": record["ratio_spread"][0], "high": record["ratio_spread"][1]})
 
 
-def test_compared_with_kvpress() -> None:
-    _, *rows = tables("Peers")[5]
-    found = {one["run"]: one for one in load("cpu") if one["what"] == "continuation"}
-    for (_, prefill, token, loss), run in zip(rows, ("plain", "msrnn tova:512", "kvpress"), strict=True):
-        assert close(prefill.removesuffix(" s"), found[run]["prefill_s"])
-        assert close(token.removesuffix(" ms"), 1000 * found[run]["decode_s_per_token"])
-        assert close(loss, found[run]["perplexity"])
-
-
 @pytest.mark.parametrize("table, prompt, continuation, count", [(0, 4096, 256, 13), (3, 1024, 128, 5)])
 def test_peers(table: int, prompt: int, continuation: int, count: int) -> None:
     _, *rows = tables("Peers")[table]

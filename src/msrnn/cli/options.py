@@ -36,7 +36,8 @@ def add_policy(parser: Parser, *, option: bool = True) -> None:
         "--length",
         type=integer(1),
         metavar="N",
-        help="the length that a fraction such as tova:1/8 refers to (default: the model's trained context)",
+        help="the length of your texts: fractions such as tova:1/8 refer to it, and best has other budgets for texts "
+        "beyond the model's trained context (default: that context)",
     )
 
 
