@@ -177,10 +177,10 @@ def measure(options: argparse.Namespace, engine: str) -> None:
 
 def start_parts(llm: Any) -> dict[str, Any]:
     """What the start's seconds went to, as far as it is known."""
-    from msrnn.vllm import rehearsal
+    from msrnn.vllm import warmup
 
     config = llm.llm_engine.vllm_config.compilation_config
-    parts = {f"rehearsal: {part}": round(taken, 2) for part, taken in rehearsal.seconds.items()}
+    parts = {f"warm-up: {part}": round(taken, 2) for part, taken in warmup.seconds.items()}
     return {"parts": parts | {"torch.compile": getattr(config, "compilation_time", None)}}
 
 

@@ -28,7 +28,7 @@ from msrnn.core.slots import Slots
 from msrnn.policy import parse_policy
 from msrnn.system.provenance import command, commit, machine, now, versions
 from msrnn.vllm import batch as batches
-from msrnn.vllm import read_graphs, reads, rehearsal
+from msrnn.vllm import read_graphs, reads, warmup
 from msrnn.vllm.batch import attend, batch_of
 from msrnn.vllm.block import Layout
 
@@ -92,7 +92,7 @@ def main() -> None:
     about = {"date": now(), "commit": options.commit or commit(), "machine": machine(device), "versions": versions()}
     about |= {"command": command(), "kind": "vllm profile", "policy": options.policy, "small": options.small}
     if options.start:
-        write(options.out, about | {"kind": "vllm rehearsal"} | rehearsed(options, device))
+        write(options.out, about | {"kind": "vllm warm-up"} | warm_up(options, device))
         return
     for case in CASES:
         if time.monotonic() - begin > options.seconds:
@@ -113,8 +113,8 @@ def write(path: Path | None, record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def rehearsed(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Seconds of the rehearsal in vLLM's memory profile, and of every kernel that Triton compiled in it."""
+def warm_up(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Seconds of the warm-up in vLLM's memory profile, and of every kernel that Triton compiled in it."""
     import triton
 
     compiled: list[dict[str, Any]] = []
@@ -134,19 +134,17 @@ def rehearsed(options: argparse.Namespace, device: torch.device) -> dict[str, An
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     new = tokens(Case(1, 8192 // (32 if options.small else 1), 0), dtype, device)
     begin = time.perf_counter()
-    rehearsal.rehearse(
-        Layout(policy, HEADS, KV_HEADS, SIZE, SIZE, dtype), *new, attention, 16 if options.small else 512
-    )
+    warmup.warm_up(Layout(policy, HEADS, KV_HEADS, SIZE, SIZE, dtype), *new, attention, 16 if options.small else 512)
     if device.type == "cuda":
         torch.cuda.synchronize()
     total = time.perf_counter() - begin
-    print(f"rehearsal {total:.1f} s, {len(compiled)} kernels compiled in {sum(k['seconds'] for k in compiled):.1f} s")
+    print(f"warm-up {total:.1f} s, {len(compiled)} kernels compiled in {sum(k['seconds'] for k in compiled):.1f} s")
     for kernel in compiled:
         print(
             f"    {kernel['seconds']:6.2f} s {kernel['name']} {kernel['num_warps']} {kernel['constants'][:150]}",
             flush=True,
         )
-    return {"seconds": total, "compiled": compiled, "parts": dict(rehearsal.seconds)}
+    return {"seconds": total, "compiled": compiled, "parts": dict(warmup.seconds)}
 
 
 def measure(case: Case, policy_text: str, device: torch.device) -> dict[str, Any]:

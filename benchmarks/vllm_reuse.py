@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     pool = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER} if kind == "pool" else {}
     llm = LLM(**settings(options), **pool, worker_cls=WORKER)
     runs = []
-    for turn in range(-1, options.rounds):  # the first round is a rehearsal
+    for turn in range(-1, options.rounds):  # the first round is a warm-up
         for number, prompt in list(enumerate(prompts(options, turn)))[0 if kind == "pool" else -1 :]:
             seconds, tokens = answer(llm.llm_engine, prompt, options.new)
             if turn >= 0:

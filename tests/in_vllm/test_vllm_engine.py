@@ -137,6 +137,24 @@ def test_every_layer_has_its_policy_and_its_blocks(running):
         assert impl.layout(layer).nbytes == config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
 
 
+@on("tova:64")
+def test_new_metadata_builders_publish_the_same_metrics(running, prompts, alone, monkeypatch, tmp_path):
+    """On a GPU vLLM makes them twice: for its memory profile of CUDA graphs, and after it."""
+    llm, policy = running
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    before = [(group, group.metadata_builders) for groups in runner.attn_groups for group in groups]
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    try:
+        for _ in range(2):
+            for group, _ in before:
+                group.create_metadata_builders(runner.vllm_config, runner.device)
+            assert greedy(llm, prompts[:2]) == alone(policy)[:2]
+        assert all(group.metadata_builders[0].meter is not None for group, _ in before)
+    finally:
+        for group, builders in before:
+            group.metadata_builders = builders
+
+
 def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
     """Still one block per request and layer; the tokens equal those of the same plan outside vLLM.
 

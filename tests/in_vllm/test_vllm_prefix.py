@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +59,11 @@ def test_a_name_that_does_not_fit_is_read_afresh(model, hf_model, texts, tmp_pat
         assert ask(llm, "short") == right
         assert ask(llm, "unknown") == right
         assert external_hits(llm) == len(texts["long"])
+        find = llm.llm_engine.engine_core.engine_core.scheduler.connector.find
+        request = SimpleNamespace(**prompt, request_id="0", sampling_params=None, lora_request=None, mm_features=[])
+        assert find(request).name == "long"
+        for other in ({"lora_request": object()}, {"mm_features": [object()]}):
+            assert find(SimpleNamespace(**vars(request) | other)) is None, "its state would be another"
 
 
 def test_over_http(model, tmp_path):

@@ -10,12 +10,12 @@ from msrnn.core.attention import Attention
 from msrnn.core.heads import empty_slots, parts_of, read, read_groups
 from msrnn.plan import parse_layer_policy
 from msrnn.vllm import batch as batches
-from msrnn.vllm import read_graphs, reads, rehearsal
+from msrnn.vllm import read_graphs, reads, warmup
 from msrnn.vllm.batch import Batch, attend, attend_piece, batch_of
 from msrnn.vllm.block import Layout
 from msrnn.vllm.lanes import Turns
 from msrnn.vllm.reads import Row, Sizes, plan
-from msrnn.vllm.rehearsal import rehearse
+from msrnn.vllm.warmup import warm_up
 
 HEADS, KV_HEADS, SIZE = 6, 3, 8
 LENGTH, BLOCKS = 300, 20
@@ -276,15 +276,15 @@ def test_layers_share_their_indices_and_read_nothing_back(monkeypatch, text):
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_rehearsal_needs_no_blocks_of_vllms(together, monkeypatch):
+def test_a_warm_up_needs_no_blocks_of_vllms(together, monkeypatch):
     """What runs in vLLM's memory profile on a GPU: reads and steps on memory of its own."""
     monkeypatch.setattr(head_groups, "_together", lambda _: together)
-    monkeypatch.setattr(rehearsal, "_rehearsed", {})
+    monkeypatch.setattr(warmup, "_done", {})
     for text in ("tova:48", "h2o:48,gain=value_norm", "fade:30|fade:48|fade:30"):
         layout = Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for count in (5, 256):  # fewer tokens than any graph has, too
-            rehearse(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9, kinds=2)
+            warm_up(layout, *(tensor[:count] for tensor in new), Attention(SIZE**-0.5), requests=9, kinds=2)
 
 
 @pytest.mark.parametrize("gpu, most", [(False, 30), (True, 16)])

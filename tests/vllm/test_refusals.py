@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from msrnn.vllm import refusals
 from msrnn.vllm.plugin import KNOWN, Refused, check_version
@@ -25,8 +26,17 @@ def config(**changes):
     parts = {
         "speculative_config": None,
         "kv_transfer_config": None,
-        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        "model_config": SimpleNamespace(use_mla=False, is_hybrid=False, is_mm_prefix_lm=False),
+        "parallel_config": SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, tensor_parallel_size=1
+        ),
+        "model_config": SimpleNamespace(
+            use_mla=False,
+            is_hybrid=False,
+            is_mm_prefix_lm=False,
+            dtype=torch.bfloat16,
+            get_total_num_kv_heads=lambda: 4,
+            get_total_num_hidden_layers=lambda: 3,
+        ),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
     }
     for path, value in changes.items():
@@ -58,12 +68,34 @@ def test_what_is_supported_passes(changes):
         ({"model_config__use_mla": True}, "latent attention"),
         ({"model_config__is_hybrid": True}, "recurrent layers"),
         ({"model_config__is_mm_prefix_lm": True}, "looks ahead in images"),
-        ({"cache_config__cache_dtype": "fp8"}, r"quantised KV cache \(fp8\); leave --kv-cache-dtype at auto"),
+        ({"cache_config__cache_dtype": "fp8"}, r"--kv-cache-dtype fp8: .*dtype \(bfloat16\); leave it out, .*kv=int8"),
+        ({"cache_config__cache_dtype": "float16"}, r"--kv-cache-dtype float16: .*dtype \(bfloat16\)"),
     ],
 )
 def test_a_configuration_is_refused_by_name(changes, reason):
     with pytest.raises(Refused, match=f"msrnn cannot bound this: .*{reason}"):
         refusals.check(config(**changes))
+
+
+@pytest.mark.parametrize("text", ["h2o:64", "tova:64;fade:64;tova:64"])
+def test_processes_that_share_a_kv_head_must_decide_together(monkeypatch, text):
+    monkeypatch.setenv("MSRNN_POLICY", text)
+    refusals.check(config(parallel_config__tensor_parallel_size=4))
+    with pytest.raises(Refused, match=r"more processes than KV heads, .*lower --tensor-parallel-size"):
+        refusals.check(config(parallel_config__tensor_parallel_size=8))
+
+
+@pytest.mark.parametrize("text", ["tova:64", "window+4:64", "tova-query-head:64"])
+def test_policies_for_any_number_of_processes(monkeypatch, text):
+    monkeypatch.setenv("MSRNN_POLICY", text)
+    refusals.check(config(parallel_config__tensor_parallel_size=8))
+
+
+@pytest.mark.parametrize("text", ["tova:64;h2o:64", "tova:64;h2o:64;tova:64;h2o:64"])
+def test_policies_for_another_number_of_layers_are_refused(monkeypatch, text):
+    monkeypatch.setenv("MSRNN_POLICY", text)
+    with pytest.raises(Refused, match=r"the policy names [24] layers and the model has 3; give one"):
+        refusals.check(config())
 
 
 @pytest.mark.parametrize("text", ["tova:64;key_difference:64", "fade:8|key_difference-head:64"])
@@ -80,7 +112,8 @@ def test_a_research_policy_is_refused(monkeypatch, text):
         ({"attn_type": "encoder"}, "attention of type encoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "shares keys and values"),
         ({"kv_cache_dtype": "fp8_e5m2"}, r"quantised KV cache \(fp8_e5m2\)"),
-        ({"use_irope": True, "b": 1}, "attention has b, use_irope, which msrnn does not know"),
+        ({"use_irope": True, "b": 0}, "attention has b, use_irope, which msrnn does not know"),
+        ({"c": torch.zeros(2)}, "attention has c, which msrnn does not know"),
     ],
 )
 def test_a_layer_is_refused_by_name(changes, reason):

@@ -35,6 +35,7 @@ __all__ = [
     "Scan",
     "compact",
     "compiled",
+    "compiling_only",
     "concurrent_scans",
     "decision_stream",
     "decode",
@@ -224,6 +225,15 @@ def concurrent_scans(count: int) -> AbstractContextManager[None]:
     from .triton import concurrency
 
     return concurrency.concurrent_scans(count * concurrency.scan_count())
+
+
+def compiling_only() -> AbstractContextManager[None]:
+    """Inside this context kernels of a GPU are compiled and not launched."""
+    if not compiled("cuda"):
+        return nullcontext()
+    from .triton import compilation
+
+    return compilation.compiling_only()
 
 
 def decision_stream(device: pytorch.device) -> AbstractContextManager[None]:

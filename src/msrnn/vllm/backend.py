@@ -74,7 +74,7 @@ def backend_for(policy: LayerPolicy, heads: int, window: int | None = None) -> t
 
     vLLM asks the class, not a layer, for the size of a block; so there is one class for each size.
     """
-    return _backend(policy, heads, window)
+    return _backend(policy, heads, window)  # to `cache`, a default that is given is another call than one left out
 
 
 @cache
@@ -141,7 +141,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         if self.meter is None:
             layouts = (layer.impl.layout(layer) for layer in bounded_layers(self.layers).values())
             request_bytes = sum(layout.nbytes for layout in layouts)
-            self.meter = metrics.Meter(parts(first.impl.policy)[0].capacity or 0, request_bytes)
+            self.meter = metrics.meter(parts(first.impl.policy)[0].capacity or 0, request_bytes)
         positions = parts_of(first.impl.blocks(first))[0].positions
         self.meter.update(positions, metadata.blocks, metadata.seen_list, metadata.sizes)
 

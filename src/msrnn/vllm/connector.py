@@ -82,6 +82,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # In the scheduler:
         self.index = Index(self.states)
         self.keys: dict[str, list[bytes]] = {}
+        self.matches: dict[str, Prefix | None] = {}
         self.running: dict[str, _Running] = {}
         # In a worker:
         self.pool: HostPool | None = None
@@ -96,7 +97,18 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return max(0 if prefix is None else len(prefix.tokens), self.match_pool(request)), False
 
     def match(self, request: Any) -> Prefix | None:
-        """The longest prefix that a request begins with; if it names one (`prefix_id`), that one or none."""
+        """The longest prefix that a request begins with; if it names one (`prefix_id`), that one or none.
+
+        Remembered, as vLLM asks again whenever it tries to schedule a request that waits.
+        """
+        if request.request_id not in self.matches:
+            self.matches[request.request_id] = self.find(request)
+        return self.matches[request.request_id]
+
+    def find(self, request: Any) -> Prefix | None:
+        """Files hold states of the plain model and of text: none for LoRA adapters and images."""
+        if not self.prefixes or request.lora_request is not None or request.mm_features:
+            return None
         name = ((request.sampling_params and request.sampling_params.extra_args) or {}).get("prefix_id")
         candidates: Iterable[Prefix] = self.prefixes.values()
         if name is not None:
@@ -148,6 +160,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         self.keys.pop(request.request_id, None)
+        self.matches.pop(request.request_id, None)
         self.running.pop(request.request_id, None)
         return False, None
 
@@ -239,7 +252,8 @@ def _copy_part(blocks: Slots, block: int, prefix: Prefix, number: int) -> None:
         if name in ("next", "seen"):
             continue
         source = prefix.tensors[f"{number}.{name}"][0]
-        local = source if len(source) == target.shape[1] else source.chunk(world)[rank]
+        first = 0 if len(source) == target.shape[1] else rank * len(source) // world  # processes may share a KV head
+        local = source[first : first + target.shape[1]]
         if local.shape != target.shape[1:]:
             shapes = f"{tuple(source.shape)} do not fit {tuple(target.shape[1:])}"
             raise Refused(f"prefix {prefix.name}: its {name} {shapes}")

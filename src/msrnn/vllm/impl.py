@@ -19,8 +19,8 @@ from .backend import Metadata, backend_for
 from .batch import attend, attend_piece
 from .block import Layout
 from .lane_count import lane_count
-from .rehearsal import rehearse, seconds
 from .shard import attention_of, own_share
+from .warmup import seconds, warm_up
 
 logger = init_logger("vllm.msrnn")
 
@@ -89,7 +89,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("msrnn's attention does not quantise its output")
         if attn_metadata is None:  # vLLM's memory profile, before there are blocks
-            self.rehearse(layer, query, key, value)
+            self.warm_up(layer, query, key, value)
             return output.zero_()
         own = self.policy, self.attention, output
         if attn_metadata.turns is None:
@@ -98,14 +98,14 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
             attend_piece(layer, partial(self.blocks, layer), attn_metadata, query, key, value, *own)
         return output
 
-    def rehearse(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def warm_up(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
         """On a GPU: compile what requests will need, and take as much memory as they will, so that vLLM counts it."""
         if query.is_cuda:
             layout = self.layout(layer, query.dtype)
             before = sum(seconds.values())
             requests = self._config.scheduler_config.max_num_seqs
             kinds, lanes = settings.kind_count(), lane_count(self._config)
-            rehearse(layout, query, key, value, self.attention, requests, kinds, lanes)
+            warm_up(layout, query, key, value, self.attention, requests, kinds, lanes)
             if (total := sum(seconds.values())) > before:
                 parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items())
                 logger.info("kernels compiled and reads captured in %.1f s so far (%s)", total, parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,12 @@ class Meter:
                 self.seen_at_end.observe(before)
                 self.held_at_end.observe(count)
         self.running = running
+
+
+@cache
+def meter(capacity: int, request_bytes: int) -> Meter:
+    """The only one of a process: vLLM makes metadata builders anew after its memory profile, Prometheus a name once."""
+    return Meter(capacity, request_bytes)
 
 
 class PrefixMeter:

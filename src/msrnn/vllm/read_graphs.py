@@ -31,7 +31,7 @@ _graphs: dict[tuple[int | None, Kind], ReadGraphs] = {}  # by lane and kind
 
 
 def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
-    """Not where layers differ in more than their tokens, what waits for other processes, or what is not compiled."""
+    """Only layers without a rule, sinks and tensor parallelism; on a GPU only compiled kernels, as others wait."""
     alike = policy.rule is None and attention.sinks is None and not attention.sharded
     device, slots = blocks.keys.device.type, blocks.positions.shape[2]
     return alike and slots <= _MOST_SLOTS and (device != "cuda" or kernels.compiled(device))
@@ -40,7 +40,7 @@ def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool
 def kind_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Kind:
     """What layers alike have in common."""
     shapes = blocks.keys.shape[1:], blocks.values.shape[1:], blocks.positions.shape[1:]
-    return policy, attention, query.shape[1:], query.dtype, query.device, *shapes
+    return policy, attention, query.shape[1:], query.dtype, query.device, blocks.keys.dtype, *shapes
 
 
 def capture(
@@ -54,8 +54,7 @@ def capture(
 ) -> None:
     """Capture reads of so many rows and tokens for all layers like this one; the first block's slots must be in use.
 
-    Graphs of different lanes may run at the same time. What they hold stays taken, and vLLM's memory profile counts
-    what is not free.
+    Graphs of different lanes may run at the same time. They keep their memory, which vLLM's memory profile counts.
     """
     if shapes and can_be_captured(blocks, policy, attention):
         graphs = ReadGraphs(blocks, new, policy, attention, shapes, chunk, lane)

@@ -18,7 +18,8 @@ def check(config: Any) -> None:
 
 
 def _reasons(config: Any) -> list[tuple[bool, str]]:
-    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config.cache_dtype
+    dtype, layers, policies = name_of(model.dtype), model.get_total_num_hidden_layers(), settings.policies()
     return [
         (
             config.speculative_config is not None,
@@ -40,14 +41,38 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             "the model's attention looks ahead in images; a state reads one token after the other",
         ),
         (
-            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"a quantised KV cache ({cache.cache_dtype}); leave --kv-cache-dtype at auto and add kv=int8 to the policy",
+            cache not in ("auto", dtype),
+            f"--kv-cache-dtype {cache}: states are stored in the model's dtype ({dtype}); leave it out, or use a "
+            "policy with kv=int8",
         ),
         (
-            any(part.rule is not None for policy in settings.policies() for part in parts(policy)),
+            _copies_of_heads(config),
+            "there are more processes than KV heads, and those that share a KV head would evict different tokens; "
+            "lower --tensor-parallel-size, or use a policy whose layers decide as one (tova, h2o-layer)",
+        ),
+        (
+            any(part.rule is not None for policy in policies for part in parts(policy)),
             "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova",
         ),
+        (
+            len(policies) not in (1, layers),
+            f"the policy names {len(policies)} layers and the model has {layers}; give one policy, or one per layer",
+        ),
     ]
+
+
+def name_of(dtype: Any) -> str:
+    """As vLLM's options have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _copies_of_heads(config: Any) -> bool:
+    """Whether processes hold copies of a KV head and each decides by its own query heads."""
+    processes = config.parallel_config.tensor_parallel_size
+    if processes == 1 or processes <= config.model_config.get_total_num_kv_heads():
+        return False
+    every = (part for policy in settings.policies() for part in parts(policy))
+    return any(part.scope == "kv_head" and not part.blind for part in every)
 
 
 def _foreign(transfer: Any) -> bool:
@@ -79,9 +104,9 @@ def check_layer(
         raise Refused(f"the model has attention of type {attn_type}; msrnn bounds decoders only")
     if kv_sharing_target_layer_name is not None:
         raise Refused("the model shares keys and values between layers; msrnn cannot bound it yet")
-    if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):  # a checkpoint may ask for one
         advice = "leave --kv-cache-dtype at auto and add kv=int8 to the policy"
         raise Refused(f"a quantised KV cache ({kv_cache_dtype}); {advice}")
-    unknown = sorted(name for name, value in extra.items() if value not in (None, False))
+    unknown = sorted(name for name, value in extra.items() if value is not None and value is not False)
     if unknown:
         raise Refused(f"the model's attention has {', '.join(unknown)}, which msrnn does not know")

@@ -1,4 +1,4 @@
-"""Before vLLM knows how much memory is left for blocks: the largest read, once, on blocks of its own.
+"""Warm-up before vLLM knows how much memory is left for blocks: the largest read, once, on blocks of its own.
 
 vLLM measures the memory of a run without attention. A read takes gigabytes for a moment, and Triton compiles kernels
 when they are first used: both happen here, so that neither comes as a surprise to a request.
@@ -24,11 +24,11 @@ from .lanes import PIECE
 from .read_graphs import capture, without_graphs
 from .reads import GRAPHS, ROWS, TAILS, graph_shapes
 
-_rehearsed: dict[tuple[object, ...], int] = {}
-seconds: defaultdict[str, float] = defaultdict(float)  # what rehearsals took so far, by part
+_done: dict[tuple[object, ...], int] = {}
+seconds: defaultdict[str, float] = defaultdict(float)  # what the warm-up took so far, by part
 
 
-def rehearse(
+def warm_up(
     layout: Layout,
     query: Tensor,
     key: Tensor,
@@ -40,7 +40,7 @@ def rehearse(
 ) -> None:
     """query [tokens, H, D] ...: of a run with as many tokens as a batch may have; `requests` may run at once.
 
-    Layers, or KV heads, alike have the same kernels and memory: only the first is rehearsed. `kinds`: how many there
+    Layers, or KV heads, alike have the same kernels and memory: only the first is warmed up. `kinds`: how many there
     are that are not alike; `lanes`: on how many streams pieces of a prompt run beside each other.
     """
     groups = read_groups(layout.carve(_memory(layout, 1, query.device)), layout.policy)
@@ -48,23 +48,23 @@ def rehearse(
     for own, part in zip(layout.parts, layer_parts(layout.policy), strict=True):
         new = part.take(query), part.take(key), part.take(value)
         if not together and _is_new(own, attention, len(query)):
-            _rehearse_reads(own, *new, part.attention(attention), requests, kinds)
+            _warm_up_reads(own, *new, part.attention(attention), requests, kinds)
             _capture_lanes(own, *new, part.attention(attention), lanes)
     if _is_new(layout, attention, len(query)):
         if together:
-            _rehearse_groups(layout, query, key, value, attention, requests)
-        _rehearse_steps(layout, query, key, value, attention, min(requests, len(query)))
+            _warm_up_groups(layout, query, key, value, attention, requests)
+        _warm_up_steps(layout, query, key, value, attention, min(requests, len(query)))
 
 
 def _is_new(layout: Layout | PartLayout, attention: Attention, tokens: int) -> bool:
-    """Whether nothing alike was rehearsed with as many tokens; from now on it was."""
+    """Whether nothing alike was warmed up with as many tokens; from now on it was."""
     alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
-    before = _rehearsed.get(alike, 0)
-    _rehearsed[alike] = max(before, tokens)
+    before = _done.get(alike, 0)
+    _done[alike] = max(before, tokens)
     return before < tokens
 
 
-def _rehearse_steps(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, most: int) -> None:
+def _warm_up_steps(layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, most: int) -> None:
     new, output = (query, key, value), query.new_empty(*query.shape[:2], value.shape[2])
     with _timed("compiling", query.device), _compiling(query):
         _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
@@ -72,7 +72,7 @@ def _rehearse_steps(layout: Layout, query: Tensor, key: Tensor, value: Tensor, a
         _step(_blocks(layout, 1, query.device), layout, new, attention, output, most)
 
 
-def _rehearse_groups(
+def _warm_up_groups(
     layout: Layout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int
 ) -> None:
     """Reads of a layer whose KV heads are read in groups; they have no CUDA graphs, as one is a long read already."""
@@ -88,14 +88,10 @@ def _rehearse_groups(
 
 def _compiling(query: Tensor) -> AbstractContextManager[object]:
     """Inside, kernels are compiled and not launched, where there are any."""
-    if not query.is_cuda or not kernels.compiled("cuda"):
-        return nullcontext()
-    from ..kernels.triton.compilation import compiling_only
-
-    return compiling_only()
+    return kernels.compiling_only() if query.is_cuda else nullcontext()
 
 
-def _rehearse_reads(
+def _warm_up_reads(
     layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, requests: int, kinds: int
 ) -> None:
     tokens = len(query)
@@ -129,11 +125,7 @@ def _capture_lanes(
 
 def _beside_each_other(lanes: int, query: Tensor) -> AbstractContextManager[object]:
     """Inside, scans leave SMs to those of the other lanes."""
-    if lanes < 2 or not query.is_cuda or not kernels.compiled("cuda"):
-        return nullcontext()
-    from ..kernels.triton.concurrency import concurrent_scans
-
-    return concurrent_scans(lanes)
+    return kernels.concurrent_scans(lanes) if lanes > 1 and query.is_cuda else nullcontext()
 
 
 @contextmanager
