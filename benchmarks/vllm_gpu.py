@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 
 class Load(NamedTuple):
-    """So many requests at once with prompts of a length and so many new tokens; `target`: the issue's ratio."""
+    """So many requests at once with prompts of a length and so many new tokens; `target`: the ratio aimed at."""
 
     requests: int
     prompt: int
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
     parser.add_argument("--kernels", nargs="+", default=[], help="loads whose kernels are recorded, after all others")
-    parser.add_argument("--wait", help="measure when this file does not exist, and have it meanwhile; see --together")
+    parser.add_argument("--wait", help="begin to measure when this file is gone; see --together")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
     parser.add_argument("--kv-gib", type=float, help="GiB for keys and values of each engine, instead of what is free")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU")

@@ -88,9 +88,10 @@ class Fit:
 class Segment:
     """Rows read together. blocks, seen [B]; tokens, real [B, T]: places in the batch, and whether there is a token.
 
-    The output of padded token padded[i] belongs to places[i] of the batch. `spaced`, where rows have no padding and lie
-    at equal distances: the first token's place and the distance. begins: blocks that must be empty first.
-    `fresh`: no row has read anything, so all slots are empty; `least`: the fewest tokens that a row has read.
+    The output of padded token padded[i] belongs to places[i] of the batch.
+    `spaced`: the first token's place and the distance from row to row, where it is the same and nothing is padded.
+    `begins`: whether blocks must be emptied first. `fresh`: whether all slots are empty, as no row has read anything.
+    `least`: the fewest tokens that a row has read.
     """
 
     blocks: Tensor

@@ -55,10 +55,10 @@ def in_pieces(forward: Callable[..., Any], streams: Streams) -> Callable[..., An
         if context.attn_metadata is None and count > largest:
             largest = count
             return _profile(forward, streams, context, inputs, count)
-        parts = _parts(context, count, streams)
-        if len(parts) < 2:
+        pieces = _pieces(context, count, streams)
+        if len(pieces) < 2:
             return forward(**inputs)
-        return _join(streams.run([partial(_part, forward, inputs, *part) for part in parts]))
+        return _concatenate(streams.run([partial(_run, forward, inputs, *piece) for piece in pieces]))
 
     return run
 
@@ -75,7 +75,7 @@ def _tensors(value: Any) -> list[Any]:
     return list(value.tensors.values()) if isinstance(value, IntermediateTensors) else [value]
 
 
-def _parts(context: ForwardContext, count: int, streams: Streams) -> list[tuple[slice, ForwardContext]]:
+def _pieces(context: ForwardContext, count: int, streams: Streams) -> list[tuple[slice, ForwardContext]]:
     """The tokens of every piece and vLLM's context for it; none where the batch is not one long prompt."""
     metadata = context.attn_metadata
     if not isinstance(metadata, dict) or not metadata or context.ubatch_slices is not None:
@@ -92,7 +92,7 @@ def _parts(context: ForwardContext, count: int, streams: Streams) -> list[tuple[
     ]
 
 
-def _part(forward: Callable[..., Any], inputs: dict[str, Any], tokens: slice, context: ForwardContext) -> Any:
+def _run(forward: Callable[..., Any], inputs: dict[str, Any], tokens: slice, context: ForwardContext) -> Any:
     with override_forward_context(context):
         return forward(**{name: _slice(value, tokens) for name, value in inputs.items()})
 
@@ -103,7 +103,7 @@ def _slice(value: Any, tokens: slice) -> Any:
     return None if value is None else value[tokens]
 
 
-def _join(results: list[Any]) -> Any:
+def _concatenate(results: list[Any]) -> Any:
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     names = results[0].tensors
@@ -122,7 +122,7 @@ def _profile(
     peak = torch.cuda.max_memory_allocated() - before
     filler = torch.empty(max(0, peak), dtype=torch.uint8, device=streams.device)
     some = range(0, min(count, lanes.PIECE * streams.lanes), lanes.PIECE)
-    parts = (slice(start, min(count, start + lanes.PIECE)) for start in some)
-    streams.run([partial(_part, forward, inputs, part, context) for part in parts])
+    pieces = (slice(start, min(count, start + lanes.PIECE)) for start in some)
+    streams.run([partial(_run, forward, inputs, piece, context) for piece in pieces])
     del filler
     return result
