@@ -7,6 +7,7 @@ import pytest
 
 from msrnn.cli import main, serve
 from msrnn.cli.argument_parser import Parser
+from msrnn.hf.identity import ProfileError, profile_identity
 from msrnn.vllm.lane_count import WORKER
 from msrnn.vllm.plugin import Refused, check_version
 
@@ -50,12 +51,16 @@ def started(monkeypatch):
     return calls
 
 
-def run(*arguments: str) -> None:
+def serve_command(*arguments: str) -> None:
     commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
     serve.add(commands)
     parsed = commands.choices["serve"].parse_args(list(arguments))
+    parsed.run(parsed)
+
+
+def run(*arguments: str) -> None:
     with pytest.raises(SystemExit) as stop:
-        parsed.run(parsed)
+        serve_command(*arguments)
     assert stop.value.code == 0
 
 
@@ -64,6 +69,17 @@ def test_own_options_may_stand_among_vllms(model, started, order):
     own, name = ["--policy", "tova:64", "--prefix-pool", "0"], model()
     run(*(own if order == "before" else []), name, "--port", "8001", *(own if order == "after" else []), "--seed=3")
     assert started == [([name, "--port", "8001", "--seed=3", *LOOPBACK], "tova:64")]
+
+
+def test_options_on_both_sides_of_the_model_count_as_if_on_one(model, started, monkeypatch):
+    files = []
+    monkeypatch.setattr(serve, "_prefix_files", lambda arguments, *_: files.append(arguments.prefix) or {})
+    sides = (["--policy", "tova:32", "--prefix", "a=A"], ["--prefix", "b=B", "--policy", "tova:64"])
+    run(*sides[0], model(), *sides[1])
+    run(model(), *sides[0], *sides[1])
+    run(*sides[0], *sides[1], model())
+    assert files == [["a=A", "b=B"]] * 3
+    assert [policy for _, policy in started] == ["tova:64"] * 3
 
 
 @pytest.mark.parametrize(
@@ -179,12 +195,20 @@ def test_vllms_configuration_file_is_read(model, started, capsys, tmp_path):
     assert f"listens on 0.0.0.0:7001: {OPEN}" in capsys.readouterr().err
     assert "--host" not in started[0][0]
     assert started[0][1] == "tova:100"
-    for text, reason in (("kv-cache-dtype: fp8", "a format of vLLM"), ("- a", "option: value"), ("a: [", "not YAML")):
+    for text, reason in (("kv-cache-dtype: fp8", "the model's dtype"), ("- a", "option: value"), ("a: [", "not YAML")):
         file.write_text(text)
         assert main(["serve", model(), "--policy", "tova:64", "--config", str(file)]) == 2
         assert reason in capsys.readouterr().err
     assert main(["serve", model(), "--policy", "tova:64", "--config", str(tmp_path / "none.yaml")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [["auto"], ["bfloat16"], ["float16", "--dtype", "float16"], ["bfloat16", "--dtype=bfloat16"]]
+)
+def test_vllms_cache_may_have_the_models_dtype(model, started, options):
+    run(model(), "--kv-cache-dtype", *options)
     assert len(started) == 1
 
 
@@ -199,26 +223,53 @@ def test_a_profile_gives_every_layer_its_own(model, started, tmp_path):
     assert started[0][1] == "tova:10;tova:30"
 
 
+def test_a_profile_made_for_another_model_is_refused(llama, started, tmp_path):
+    """By the weights in the files; where there are none yet, by the name. One that names no model is accepted."""
+    file = tmp_path / "profile.json"
+    content = {"capacities": [10, 20, 30]}
+    own, other = tmp_path / "own", tmp_path / "other"
+    llama().save_pretrained(own)
+    llama(initializer_range=0.1).save_pretrained(other)
+    content["model"] = profile_identity(llama()) | {"name": "own"}
+    file.write_text(json.dumps(content))
+    options = ("--profile", str(file))
+    run(str(own), *options)
+    with pytest.raises(ProfileError, match=r"was made for another model, own \(other weights\); make one for this"):
+        serve_command(str(other), *options)
+    for folder in (own, other):
+        (folder / "model.safetensors").unlink()
+    run(str(own), *options)
+    with pytest.raises(ProfileError, match="no weights here to compare, and the name is not other"):
+        serve_command(str(other), *options)
+    del content["model"]
+    file.write_text(json.dumps(content))
+    run(str(other), *options)
+    assert [policy for _, policy in started] == ["tova:10;tova:20;tova:30"] * 3
+
+
 @pytest.mark.parametrize(
     "extra, reason",
     [
         (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
         (["--speculative_config={}"], "speculative decoding takes tokens back"),
         (["--kv-transfer-config", "{}"], "KV connectors"),
-        (["--kv-cache-dtype", "fp8"], "a format of vLLM; leave it out, add kv=int8"),
+        (["--kv-cache-dtype", "fp8"], r"--kv-cache-dtype fp8: states are stored in the model's dtype \(bfloat16\)"),
+        (["--kv-cache-dtype", "float16"], "leave it out, or use a policy with kv=int8"),
+        (["--kv-cache-dtype", "bfloat16", "--dtype", "half"], r"the model's dtype \(float16\)"),
         (["--decode-context-parallel-size", "2"], "spreads a request's tokens"),
         (["--attention-backend", "FLASH_ATTN"], "the backend is msrnn's"),
         (["--policy", "full"], "'full' is not bounded"),
         (["--policy", "tovva:64"], "did you mean 'tova:64'"),
         (["--max-model-len", "many"], "not a number"),
+        (["--max-model-len", ""], "--max-model-len '' is not a number"),
+        (["--max-model-len", "inf"], "--max-model-len 'inf' is not a number"),
+        (["--kv-cache-memory-bytes", ""], "--kv-cache-memory-bytes '' is not a size"),
+        (["--kv-cache-memory-bytes", " "], "--kv-cache-memory-bytes ' ' is not a size"),
     ],
 )
 def test_options_that_do_not_go_with_a_state_are_refused(model, started, extra, reason):
-    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
-    serve.add(commands)
-    parsed = commands.choices["serve"].parse_args([model(), *extra])
     with pytest.raises(ValueError, match=reason):
-        parsed.run(parsed)
+        serve_command(model(), *extra)
     assert not started
 
 
@@ -229,11 +280,8 @@ def test_options_that_do_not_go_with_a_state_are_refused(model, started, extra, 
     ],
 )
 def test_models_that_cannot_be_bounded_are_refused(model, started, changes, reason):
-    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
-    serve.add(commands)
-    parsed = commands.choices["serve"].parse_args([model(**changes), "--policy", "tova:64"])
     with pytest.raises(ValueError, match=reason):
-        parsed.run(parsed)
+        serve_command(model(**changes), "--policy", "tova:64")
     assert not started
 
 
@@ -263,15 +311,12 @@ def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
 
 def test_a_vllm_that_would_not_load_the_plugin_is_refused(model, started, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other,plugins")
-    commands = Parser(prog="msrnn").add_subparsers(parser_class=Parser)
-    serve.add(commands)
-    parsed = commands.choices["serve"].parse_args([model(), "--policy", "tova:64"])
     with pytest.raises(Refused, match="VLLM_PLUGINS='other,plugins' keeps msrnn out"):
-        parsed.run(parsed)
+        serve_command(model(), "--policy", "tova:64")
     monkeypatch.setenv("VLLM_PLUGINS", "other,msrnn")
     monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: EntryPoints())
     with pytest.raises(Refused, match="just on the path"):
-        parsed.run(parsed)
+        serve_command(model(), "--policy", "tova:64")
     assert not started
 
 

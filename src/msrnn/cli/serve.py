@@ -9,6 +9,8 @@ from argparse import Namespace
 from importlib.util import find_spec
 from typing import Any
 
+from ..plan import Plan
+from ..policy import split_policy
 from ..system.console import note
 from . import options
 from .argument_parser import Commands, Parser
@@ -45,10 +47,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    own, rest = _own_options(arguments.rest)
-    for name, value in vars(own).items():
-        if value is not None:
-            setattr(arguments, name, value)
+    rest = _parse_own_options(arguments)
     options.check_policy(arguments)
     if find_spec("vllm") is None:
         raise ValueError('vLLM is not installed here; pip install "msrnn[vllm]"')
@@ -82,7 +81,7 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _connector_options(arguments: Namespace, vllm_options: VllmOptions, plan: Any, state_bytes: int) -> list[str]:
+def _connector_options(arguments: Namespace, vllm_options: VllmOptions, plan: Plan, state_bytes: int) -> list[str]:
     """The options that tell vLLM's processes which states requests may start from: files, and the pool."""
     from ..vllm.pool import SCHEDULER, STATES
     from ..vllm.prefix import CONNECTOR, FILES
@@ -117,7 +116,7 @@ def _default_pool() -> int:
     return 0 if torch.cuda.is_available() else min(_POOL, int(psutil.virtual_memory().total) // 8)
 
 
-def _prefix_files(arguments: Namespace, vllm_options: VllmOptions, plan: Any) -> dict[str, str]:
+def _prefix_files(arguments: Namespace, vllm_options: VllmOptions, plan: Plan) -> dict[str, str]:
     """The prefix files by name, after a check that they fit the model and the plan."""
     if not arguments.prefix:
         return {}
@@ -157,12 +156,12 @@ def _host_options(vllm_options: VllmOptions) -> list[str]:
     return [] if parsed.host else ["--host", _LOOPBACK]
 
 
-def _own_options(rest: list[str]) -> tuple[Namespace, list[str]]:
-    """msrnn's options, which may stand among vLLM's, and the rest."""
+def _parse_own_options(arguments: Namespace) -> list[str]:
+    """Add msrnn's options that stand among vLLM's to those before MODEL; what is left are vLLM's."""
     parser = Parser(prog="msrnn serve", add_help=False)
     options.add_policy(parser)
     _add_prefix(parser)
-    return parser.parse_known_args(rest)
+    return parser.parse_known_args(arguments.rest, arguments)[1]
 
 
 def _piece_options(vllm_options: VllmOptions, version: str) -> list[str]:
@@ -191,38 +190,48 @@ def _worker_options(vllm_options: VllmOptions) -> list[str]:
     return [] if own or not torch.cuda.is_available() else ["--worker-cls", WORKER]
 
 
-def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Any, int]:
+def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Plan, int]:
     """Note what a request takes and how many fit; the plan, with capacities as numbers, and the bytes of a state."""
-    from ..budgets.profile import plan_for
     from ..hf import load as models
-    from ..hf.best import resolve
-    from ..hf.geometry import geometry, slot_costs, text_config
+    from ..hf.geometry import geometry, text_config
     from ..system.sizes import human
     from ..vllm.cost import price
-    from ..vllm.refusals import check_budgets
 
-    parsed = vllm_options.parsed
+    parsed, memory = vllm_options.parsed, vllm_options.memory
     config = models.config(arguments.model, revision=parsed.revision, trust_remote_code=parsed.trust_remote_code)
     dtype = _dtype(parsed.dtype, config)
-    layers = geometry(config)
+    vllm_options.check_cache_dtype(dtype)
     context = getattr(text_config(config), "max_position_embeddings", None)
     length = vllm_length(parsed.max_model_len) or arguments.length or context
     if length is None:
         raise ValueError("this model does not say how long its context is; give --max-model-len N")
-    costs = slot_costs(layers, dtype)
-    length_of_fraction = arguments.length or length
-    policy = resolve(policy_text(arguments), config, dtype=dtype, length=length_of_fraction, revision=parsed.revision)
-    policies = plan_for(policy, len(layers), length=length_of_fraction, slot_bytes=costs)
-    for layer, own in zip(layers, policies.policies, strict=True):
-        check_budgets(own, max(1, layer.kv_heads // vllm_options.processes), vllm_options.processes)
-    state, full = price(layers, policies, dtype, length)
+    plan = _plan(arguments, vllm_options, config, dtype, arguments.length or length)
+    state, full = price(geometry(config), plan, dtype, length)
     at_length = f"a full cache {human(full)} at {length:,} tokens"
-    note(f"{policies}: a request takes {human(state)}, whatever its length; {at_length}")
-    available = vllm_options.memory or 1 << 30
-    name = "each GiB" if vllm_options.memory is None else human(available)
+    note(f"{plan}: a request takes {human(state)}, whatever its length; {at_length}")
+    available = memory or 1 << 30
+    name = "each GiB" if memory is None else human(available)
     requests = f"{available // state:,} requests at once; a full cache {available // full:,} of that length"
     note(f"{name} of KV memory holds {requests}")
-    return policies, state
+    return plan, state
+
+
+def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: Any, length: int) -> Plan:
+    """One policy per layer for texts of `length`, after a check that profile and budgets fit the model."""
+    from ..budgets.profile import plan_for
+    from ..hf.best import resolve
+    from ..hf.geometry import geometry, slot_costs
+    from ..hf.identity import check_profile
+    from ..vllm.refusals import check_budgets
+
+    layers, revision, processes = geometry(config), vllm_options.parsed.revision, vllm_options.processes
+    policy = resolve(policy_text(arguments), config, dtype=dtype, length=length, revision=revision)
+    if isinstance(policy, str) and (profile := split_policy(policy).profile):
+        check_profile(profile, config, revision)
+    plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_costs(layers, dtype))
+    for layer, own in zip(layers, plan.policies, strict=True):
+        check_budgets(own, max(1, layer.kv_heads // processes), processes)
+    return plan
 
 
 def _dtype(option: str | None, config: Any) -> Any:

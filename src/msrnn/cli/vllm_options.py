@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from string import digits
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class VllmOptions:
@@ -42,10 +47,6 @@ class VllmOptions:
             raise ValueError(
                 "KV connectors move blocks of tokens, and a state is one block; leave --kv-transfer-config out"
             )
-        if parsed.kv_cache_dtype not in (None, "auto", "float16", "bfloat16", "float32"):
-            raise ValueError(
-                f"--kv-cache-dtype {parsed.kv_cache_dtype} is a format of vLLM; leave it out, add kv=int8 to --policy"
-            )
         for name in ("decode", "prefill"):
             if getattr(parsed, f"{name}_context_parallel_size") not in (None, "1"):
                 raise ValueError(
@@ -54,6 +55,15 @@ class VllmOptions:
                 )
         if parsed.attention_backend not in (None, "CUSTOM", "CPU_ATTN"):
             raise ValueError(f"--attention-backend {parsed.attention_backend}: the backend is msrnn's; leave it out")
+
+    def check_cache_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse a cache in another dtype than the model's: a state's bytes would be read as the wrong numbers."""
+        option, own = self.parsed.kv_cache_dtype, str(dtype).removeprefix("torch.")
+        if option not in (None, "auto", own):
+            raise ValueError(
+                f"--kv-cache-dtype {option}: states are stored in the model's dtype ({own}); leave it out, or use a "
+                "policy with kv=int8 or kv=k8v4 for fewer bits"
+            )
 
     @property
     def processes(self) -> int:
@@ -70,7 +80,7 @@ class VllmOptions:
     @property
     def memory(self) -> int | None:
         """Bytes for states, where they are known before vLLM looks at the device."""
-        if self.parsed.kv_cache_memory_bytes:
+        if self.parsed.kv_cache_memory_bytes is not None:
             return vllm_bytes(self.parsed.kv_cache_memory_bytes)
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         return int(space) << 30 if space and space.isdigit() else None
@@ -106,15 +116,20 @@ def vllm_bytes(text: str) -> int:
     from ..system.sizes import parse_bytes
 
     size = text.strip()
-    return parse_bytes(size if size[-1].isdigit() or size[-1] in "bB" else f"{size}B")
+    try:
+        return parse_bytes(size if size.endswith((*digits, "b", "B")) else f"{size}B")
+    except ValueError:
+        raise ValueError(
+            f"--kv-cache-memory-bytes {text!r} is not a size; write e.g. 8G, 8Gi or a number of bytes"
+        ) from None
 
 
 def vllm_length(text: str | None) -> int | None:
     """As vLLM parses lengths: 32k is 32000, 32K is 32768; -1 and auto leave it to vLLM."""
     if text is None or text in ("-1", "auto"):
         return None
-    scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1], 1)
+    scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
     try:
         return int(float(text.rstrip("kKmM")) * scale)
-    except ValueError:
-        raise ValueError(f"--max-model-len {text!r} is not a number") from None
+    except (ValueError, OverflowError):
+        raise ValueError(f"--max-model-len {text!r} is not a number of tokens; write e.g. 32768 or 32k") from None

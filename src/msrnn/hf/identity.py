@@ -1,6 +1,7 @@
 """What tells one model from another, so that a state or a profile made for one is refused by every other.
 
-`model_identity` looks at a loaded model; `weights_digest` and `fits` at its files, for processes that do not load it.
+`model_identity` looks at a loaded model, `weights_digest` at its files; `check_profile` and `fits` at either, as
+processes that serve a model do not load it themselves.
 """
 
 from __future__ import annotations
@@ -50,56 +51,70 @@ def profile_identity(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def check_profile(path: str | Path, model: PreTrainedModel) -> None:
-    """Refuse a profile that was made for another model; one that names no model is taken as it is."""
-    theirs, ours = open_profile(path).get("model"), profile_identity(model)
+def check_profile(path: str | Path, model: PreTrainedModel | PreTrainedConfig, revision: str | None = None) -> None:
+    """Refuse a profile that was made for another model; one that names no model is taken as it is.
+
+    Of a configuration the weights are those in its files. Where none of them can be compared, its name decides.
+    """
+    theirs = open_profile(path).get("model")
     if not isinstance(theirs, Mapping):
         return
-    differ = [name for name in ("type", "layers", "parameters") if theirs.get(name) != ours[name]]
-    if not differ and _alike(theirs.get("weights"), ours["weights"]):
-        return
-    what = ", ".join(f"{theirs.get(name)} {name}, not {ours[name]}" for name in differ) or "other weights"
-    raise ProfileError(
-        f"profile {path} was made for another model, {theirs.get('name')} ({what}); "
-        "make one for this model with msrnn calibrate"
-    )
+    loaded = isinstance(model, PreTrainedModel)
+    ours = profile_identity(model) if loaded else _stored_identity(model, revision, theirs.get("weights", {}))
+    if difference := _difference(theirs, ours):
+        raise ProfileError(
+            f"profile {path} was made for another model, {theirs.get('name')} ({difference}); "
+            "make one for this model with msrnn calibrate"
+        )
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How two identities differ, in words; empty where they are those of one model."""
+    differ = [name for name in ("type", "layers", "parameters") if name in ours and theirs.get(name) != ours[name]]
+    if differ:
+        return ", ".join(f"{theirs.get(name)} {name}, not {ours[name]}" for name in differ)
+    if "weights" in ours:
+        return "" if _alike(theirs.get("weights"), ours["weights"]) else "other weights"
+    same = theirs.get("name") == ours["name"]
+    return "" if same else f"no weights here to compare, and the name is not {ours['name']}"
 
 
 def fits(profile: str | Path, model: PreTrainedModel | PreTrainedConfig, revision: str | None = None) -> bool:
-    """Whether a profile was made for these weights: those of a loaded model, or a configuration's files.
-
-    Where a configuration has no readable files on this machine yet, its name decides.
-    """
-    if isinstance(model, PreTrainedModel):
-        try:
-            check_profile(profile, model)
-        except ProfileError:
-            return False
-        return True
-    theirs, config = open_profile(profile)["model"], model.get_text_config(decoder=True)
-    if (theirs["type"], theirs["layers"]) != (config.model_type, config.num_hidden_layers):
+    """Whether a profile was made for these weights: those of a loaded model, or a configuration's files."""
+    try:
+        check_profile(profile, model, revision)
+    except ProfileError:
         return False
-    ours = _stored_samples(str(model.name_or_path), revision, theirs["weights"])
-    return theirs["name"] == Path(str(model.name_or_path)).name if ours is None else _alike(theirs["weights"], ours)
+    return True
 
 
-def _stored_samples(name: str, revision: str | None, wanted: Iterable[str]) -> dict[str, float] | None:
-    """What `_samples` would see of some weights once loaded, read from safetensors files; None without files."""
+def _stored_identity(model: PreTrainedConfig, revision: str | None, wanted: Iterable[str]) -> dict[str, Any]:
+    """What the files of a configuration tell of `profile_identity`; no `weights` where none are to be compared."""
+    config, name = model.get_text_config(decoder=True), str(model.name_or_path)
+    identity = {"name": Path(name).name, "type": config.model_type, "layers": config.num_hidden_layers}
+    weights = _stored_samples(name, revision, wanted)
+    return identity | {"weights": weights} if weights else identity
+
+
+def _stored_samples(name: str, revision: str | None, wanted: Iterable[str]) -> dict[str, float]:
+    """What `_samples` would see of some weights once loaded, read from the safetensors files on this machine."""
     try:
         files = [file for file in weight_files(name, revision) if file.suffix == ".safetensors"]
     except ModelError:
-        return None
+        return {}
     samples = dict[str, float]()
     for file in files:
         with safe_open(file, "pt") as weights:
             stored = set(weights.keys())
             samples |= {one: _stored_number(weights.get_slice(one)) for one in wanted if one in stored}
-    return samples if files else None
+    return samples
 
 
 def _stored_number(weight: Any) -> float:
     """The number that `_samples` takes: at a third of the weight, in reading order."""
     shape = weight.get_shape()
+    if not shape:
+        return float(weight[...])
     row, rest = divmod(math.prod(shape) // 3, math.prod(shape[1:]))
     return float(weight[row : row + 1].flatten()[rest])
 
