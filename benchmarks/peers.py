@@ -9,12 +9,13 @@ The same model (SmolLM2-135M), the same texts, the same number of tokens kept of
 A policy of kvpress reads the whole prompt with full attention and then drops tokens, and what comes later is added;
 msrnn never holds more than `capacity` + 1. `--kvpress PYTHON` names the python that has kvpress (default: that of
 .venv-kvpress), `--llamacpp PYTHON` one that has llama-cpp-python, for perplexity on a CPU, and `--vllm PYTHON` one that
-has vLLM. The same command resumes.
+has vLLM. The same command resumes; after a change of the code, give another --work.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -119,9 +120,7 @@ def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Iterator[Resu
 
     Qualities are compared on jobs that all runs have done; times and bytes stand for themselves.
     """
-    path = options.work / f"{part}.jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    out = options.work / f"{part}.{options.capacity}.results.jsonl"
+    path, out = write_jobs(part, options, jobs)
     for script, runs in (MEMORY_RUNS if part == "memory" else RUNS).items():
         if not (chosen := in_order(present(script, runs), options.runs)):
             continue
@@ -134,6 +133,17 @@ def do(part: str, options: argparse.Namespace, jobs: list[Job]) -> Iterator[Resu
         if time.time() < options.deadline:
             run_worker(command, options.limit)
         yield by_run(out, together=part != "memory")
+
+
+def write_jobs(part: str, options: argparse.Namespace, jobs: list[Job]) -> tuple[Path, Path]:
+    """The file of the jobs and that of their results, which is another for other jobs or settings."""
+    text = "".join(json.dumps(job) + "\n" for job in jobs)
+    settings = [options.model, options.gguf, options.device, options.dtype, options.threads, text]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+    name = f"{part}.{options.capacity}.{digest}"
+    path = options.work / f"{name}.jobs.jsonl"
+    path.write_text(text)
+    return path, options.work / f"{name}.results.jsonl"
 
 
 def run_worker(command: list[str], limit: float | None) -> None:

@@ -4,7 +4,6 @@ A press sees the whole prompt, the question too, with full attention, and then k
 What comes after the prompt is added to them, as kvpress does by default.
 """
 
-from contextlib import nullcontext
 from importlib.metadata import version
 
 from kvpress import (
@@ -37,7 +36,6 @@ def pressed(press):
 
 
 RUNS = {name: pressed(press) for name, press in PRESSES.items()}
-RUNS["full"] = lambda model, length, capacity: (DynamicCache(), nullcontext())
 
 if __name__ == "__main__":
     serve(RUNS, {name: version(name) for name in ("kvpress", "transformers", "torch")})
