@@ -111,6 +111,16 @@ def test_frameworks_are_leaves(framework: str) -> None:
     assert not wrong, f"{wrong} import {framework}, which only {', '.join(allowed)} may"
 
 
+@pytest.mark.parametrize("compiler", ["numba", "triton"])
+def test_compiled_kernels_are_chosen_in_one_place(compiler: str) -> None:
+    """`kernels/__init__.py` picks them; nobody else names them."""
+    package = ("msrnn", "kernels", compiler)
+    users = {module for module, file in MODULES.items() if any(t[:3] == package for t in imports(file))}
+    wrong = sorted(module for module in users if not f"{module}.".startswith("kernels."))
+    assert "kernels" in users
+    assert not wrong, f"{wrong} import msrnn.kernels.{compiler}; call msrnn.kernels instead"
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_private_names_stay_private(module: str) -> None:
     """No name with a leading underscore of another module, imported or through the module."""

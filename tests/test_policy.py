@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import msrnn
 from msrnn.budgets import profile
 from msrnn.budgets.profile import check_policy_kind, plan_for, read_profile
 from msrnn.plan import Plan, per_layer
@@ -214,10 +213,3 @@ def test_gains_and_rules_as_text() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             parse_policy(text)
-
-
-def test_old_names_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"msrnn.parse is now msrnn.parse_policy"):
-        assert msrnn.parse("tova:8") == tova(8)
-    with pytest.warns(DeprecationWarning, match=r"msrnn.spread is now msrnn.per_layer"):
-        assert msrnn.spread("tova", [8, 9]) == per_layer("tova", [8, 9])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ POLICIES = [
     *("tova:16", "h2o:16", "window+4:16", "tova-head:16", "full", "tova:16,momentum=0.5"),
     *("tova:16,kv=int8", "h2o:16,kv=k8v4", "full,kv=int8"),
 ]
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: int) -> LlamaForCausalLM:
@@ -70,6 +73,17 @@ def test_ragged_rows_padded_on_either_side(model: LlamaForCausalLM) -> None:
             torch.testing.assert_close(logits[row], want[0], atol=1e-4, rtol=1e-4)
             next_logits, _ = rnn.step(ids(3, seed=9, batch=3)[row : row + 1], alone.fork())
             torch.testing.assert_close(after[row], next_logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8])
+def test_masks_of_any_dtype(device: str, dtype: torch.dtype) -> None:
+    """Tokens and mask may be on the CPU, wherever the model is."""
+    rnn, mask = msrnn.RNN(tiny().to(device), "tova:8"), torch.tensor([[0] * 5 + [1] * 25, [1] * 30])
+    want, state = rnn.step(ids(30, batch=2), rnn.start(), mask)
+    got, other = rnn.step(ids(30, batch=2), rnn.start(), mask.to(dtype))
+    assert torch.equal(got, want)
+    assert state.seen == other.seen == [25, 30]
 
 
 def test_a_state_is_used_once(model: LlamaForCausalLM) -> None:
@@ -163,6 +177,35 @@ def test_size_on_disk_depends_on_the_capacity_only(model: LlamaForCausalLM, tmp_
     for policy in ("tova:16", "h2o:16", "tova:32"):
         assert len({sizes[policy, n] for n in (1, 10, 300)}) == 1
     assert sizes["tova:32", 1] > 1.5 * sizes["tova:16", 1]
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_to_meta(one) for one in value)
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _put_on_meta(layer: torch.nn.Module) -> None:
+    """As accelerate puts a layer on another device: arguments are moved there, and the output back."""
+    layer.to("meta").register_forward_pre_hook(
+        lambda _, args, options: (_to_meta(args), {name: _to_meta(one) for name, one in options.items()}),
+        with_kwargs=True,
+    )
+    layer.register_forward_hook(lambda _, args, output: torch.zeros(output.shape))
+
+
+@pytest.mark.parametrize("policy", ["tova:16", "h2o:16,kv=int8"])
+def test_a_loaded_state_goes_to_the_devices_of_the_layers(policy: str, tmp_path: Path) -> None:
+    """The meta device, which computes nothing, stands for a second GPU."""
+    model = tiny()
+    rnn = msrnn.RNN(model, policy)
+    _, state = rnn.step(ids(30), rnn.start())
+    state.save(tmp_path / "state")
+    state = rnn.load(tmp_path / "state")
+    _put_on_meta(model.model.layers[1])
+    _, state = rnn.step(ids(1), state)
+    assert [layer.keys.device.type for layer in state.layers] == ["cpu", "meta", "cpu"]
+    assert state.seen == [31]
 
 
 def test_layers_of_unequal_size(model: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ model, tokenizer = msrnn.load()
 model.generate(**inputs, past_key_values=msrnn.cache(model, "tova:512"))
 """
 
-import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -65,14 +64,9 @@ _HOME = {
     "rnn": ("RNN", "RNNState"),
     "state_file": ("StateError",),
 }
-_RENAMED = {"parse": "parse_policy", "spread": "per_layer"}  # names until 0.1
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        message = f"msrnn.{name} is now msrnn.{_RENAMED[name]}; the old name will go"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return __getattr__(_RENAMED[name])
     for module, names in _HOME.items():
         if name in names:
             value = globals()[name] = getattr(import_module(f".{module}", __name__), name)

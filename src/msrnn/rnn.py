@@ -58,7 +58,7 @@ class RNN:
         The logits are those after each row's last real token. T may be 1 or a whole prompt.
         """
         token_ids = self._checked(token_ids)
-        real = torch.ones_like(token_ids) if attention_mask is None else attention_mask
+        real = torch.ones_like(token_ids) if attention_mask is None else (attention_mask != 0).to(token_ids)
         if real.shape != token_ids.shape:
             raise ValueError(f"the mask has the shape {tuple(real.shape)}, the tokens {tuple(token_ids.shape)}")
         bounded = state.take(len(token_ids))
@@ -107,11 +107,10 @@ class RNN:
         return token_ids.to(self.device)
 
     def load(self, path: str | Path) -> RNNState:
-        """A state saved for this very model, policy and dtype."""
+        """A state saved for this very model, policy and dtype; the first step moves slots to their layers' devices."""
         bounded = self._cache()
         load_state(path, bounded)
-        state = RNNState(bounded)
-        return state.to(self.device) if self.device.type != "cpu" else state
+        return RNNState(bounded)
 
     def _cache(self) -> BoundedCache:
         return cache(self.model, self.plan, prompt=self.prompt, chunk=self.chunk)
@@ -180,7 +179,7 @@ class RNNState:
         return RNNState(twin)
 
     def to(self, device: torch.device | str) -> RNNState:
-        """Moved to another device; a model spread over several devices keeps its states where its layers are."""
+        """Moved to another device; the next step moves each layer's slots to the device of that layer."""
         bounded = self.cache
         self._cache = None
         for layer in bounded.bounded:

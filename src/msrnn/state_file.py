@@ -1,7 +1,7 @@
 """Saved states: one safetensors file with every layer's slots, for one model, policy and dtype, and a checksum.
 
-A file that does not fit is refused with the reason. A checksum proves no good will, so everything that a kernel would
-index by is checked as well.
+A file that does not fit is refused with the reason. A checksum shows that a file is intact, not that its indices are
+valid, so everything that a kernel would index by is checked as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"
 _OPTIONAL = ("scales", "scores", "gains", "memory")
+_WINDOWS = "windows"  # metadata: each layer's own sliding window; files of models without any may lack it
 _OWNER = ("dtype", "policy", "prompt mode", "model")  # what a state belongs to, in the order mismatches are told in
 
 
@@ -55,7 +56,7 @@ def save_state(
         if seen != [len(tokens)]:
             raise StateError(f"{len(tokens)} tokens were given for a state that has read {seen}; give all")
         tensors["tokens"] = torch.tensor(tokens)
-    about = (notes or {}) | {"kind": _KIND} | _owner(cache)
+    about = (notes or {}) | {"kind": _KIND, _WINDOWS: json.dumps(windows)} | _owner(cache)
     save_tensors(path, tensors, about | {"digest": _digest(about, tensors)})
 
 
@@ -75,13 +76,10 @@ def load_state(path: str | Path, cache: BoundedCache) -> None:
 
 
 def read_state_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and tensors of a state file, once it is known to be whole, unaltered and possible.
-
-    For a model without sliding windows: those that vLLM runs.
-    """
+    """The metadata and tensors of a state file, once it is known to be whole, unaltered and possible."""
     about, tensors = _read(path)
     policies = _policies(path, about["policy"])
-    _check(path, policies, tensors, [None] * len(policies))
+    _check(path, policies, tensors, _windows(path, about.get(_WINDOWS), len(policies)))
     return about, tensors
 
 
@@ -116,7 +114,7 @@ def _check(
 ) -> list[Slots]:
     """The slots of every layer, or of every KV head where each has its own.
 
-    A checksum proves no good will, so what kernels rely on is checked here.
+    A checksum shows that a file is intact, not that its indices are valid: what kernels rely on is checked here.
     """
     owners = list(_parts(policies, windows))
     slots = [_slots(path, index, name, tensors, len(owners)) for index, (name, _, _) in enumerate(owners)]
@@ -166,6 +164,20 @@ def _policies(path: str | Path, text: str) -> list[LayerPolicy]:
     except (ValueError, TypeError, RecursionError) as error:
         raise StateError(f"{path} has no valid policies: {_brief(str(error))}") from error
     return [known[one] for one in texts]
+
+
+def _windows(path: str | Path, text: str | None, layers: int) -> list[int | None]:
+    """Each layer's own sliding window, from the file's metadata."""
+    if text is None:
+        return [None] * layers
+    try:
+        windows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path} has no valid windows: {_brief(str(error))}") from error
+    valid = isinstance(windows, list) and all(one is None or (type(one) is int and one > 0) for one in windows)
+    if not valid or len(windows) != layers:
+        raise StateError(f"{path} has no valid windows for {layers} layers: {_brief(text)}")
+    return cast("list[int | None]", windows)
 
 
 def _slots(path: str | Path, index: int, owner: str, tensors: dict[str, Tensor], count: int) -> Slots:

@@ -296,6 +296,26 @@ def test_what_cannot_be_run_is_refused(llama, make, says):
         make(llama())
 
 
+def test_all_prompts_are_checked_before_any_is_read(llama):
+    engine, tokens = Engine(llama(), "tova:8", batch=1), []
+    with pytest.raises(ValueError, match="request 2: token ids run from 3 to 64"):
+        engine.generate([[5], [6], [3, 64]], max_new_tokens=3, on_token=tokens.append)
+    assert tokens == []
+    assert len(engine.generate([[5], [6]], max_new_tokens=3, on_token=tokens.append)) == 2
+    assert len(tokens) == 6
+
+
+def test_more_end_tokens_of_the_model_than_the_engine_takes(llama):
+    model, (text,) = llama(), prompts(12)
+    model.generation_config.eos_token_id = list(range(17))
+    engine = Engine(model, "tova:8", batch=1)
+    with pytest.raises(ValueError, match=r"generation config has 17 end tokens; the engine takes 16 at most"):
+        engine.generate([text], max_new_tokens=3)
+    assert len(engine.generate([text], max_new_tokens=3, stops=[])[0]) == 3
+    model.generation_config.eos_token_id = list(range(48, 64))
+    assert engine.generate([text], max_new_tokens=3)
+
+
 @pytest.mark.slow
 def test_the_bundled_model():
     policy = "tova:24"
@@ -303,40 +323,3 @@ def test_the_bundled_model():
     texts = [tokenizer(t).input_ids for t in ("The three primary colours are red,", "Once upon a time " * 8)]
     tokens = Engine(model, policy, batch=2, length=64).generate(texts, max_new_tokens=8)
     assert tokens == [generate(model, policy, text, 8) for text in texts]
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ({"compiled": True}, EngineOptions(compile=True)),
-        ({"reading": "step"}, EngineOptions(full_attention="step")),
-        ({"joined": True}, EngineOptions(fused_projections=True)),
-        ({"chunk": 5, "piece": 7}, EngineOptions(chunk=5, piece=7)),
-        ({"graphs": False, "wavefront": True}, EngineOptions(cuda_graphs=False, pipelined_prefill=True)),
-    ],
-)
-def test_deprecated_keywords_warn_and_work(llama, monkeypatch, old, new):
-    whole, compilations = torch.compile, []
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **more: compilations.append(1) or whole(*args, backend="eager", **more)
-    )
-    model, texts = llama(num_hidden_layers=1), prompts(40, 6)
-    policy = "full" if "reading" in old else "tova:8"
-    with pytest.warns(DeprecationWarning, match=r"use options=EngineOptions\(") as warned:
-        engine = Engine(model, policy, batch=2, length=64, **old)
-    assert len(warned) == len(old)
-    assert {warning.filename for warning in warned} == {__file__}
-    expected = Engine(model, policy, batch=2, length=64, options=new)
-    assert len(compilations) == 2 * ("compiled" in old)
-    for name in ("graphs", "fused"):
-        assert getattr(engine, name) == getattr(expected, name)
-    assert (engine.rnn.chunk, engine.rnn.piece) == (expected.rnn.chunk, expected.rnn.piece)
-    assert (engine.pipeline is None) == (expected.pipeline is None) == ("wavefront" not in old)
-    backends = [[getattr(layer, "backend", None) for layer in one.cache.static] for one in (engine, expected)]
-    assert backends[0] == backends[1]
-    assert engine.generate(texts, max_new_tokens=4) == [generate(model, policy, text, 4) for text in texts]
-
-
-def test_an_unknown_keyword_is_refused(llama):
-    with pytest.raises(TypeError, match="Engine has no argument 'graph'; allowed: batch, length, options"):
-        Engine(llama(), "tova:8", graph=True)

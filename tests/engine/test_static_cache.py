@@ -38,6 +38,7 @@ def empty_slots(text: str, batch: int = 1) -> Slots:
 def take(layer: StaticLayer, query: Tensor, key: Tensor, value: Tensor, attention: Attention = ATTENTION) -> Tensor:
     """One token of every row, as transformers calls a cache and then its attention."""
     layer.update(key, value)
+    layer.check_tokens(query)
     return layer.attend(query, attention, None)
 
 

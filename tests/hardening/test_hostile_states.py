@@ -202,6 +202,25 @@ def test_hostile_metadata_is_refused(model: hf.LlamaForCausalLM, tmp_path: Path,
         assert len(str(error.value)) < 1000
 
 
+BAD_WINDOWS = ("[null, null]", "[0, 9, 9]", "[9, 9, true]", '["9", 9, 9]', "9", "[", "[" * 5000, "x" * 100_000)
+
+
+@pytest.mark.parametrize("windows", BAD_WINDOWS, ids=range(len(BAD_WINDOWS)))
+def test_hostile_windows_are_refused(model: hf.LlamaForCausalLM, tmp_path: Path, windows: str) -> None:
+    _, path = saved(model, "h2o:10", tmp_path / "state")
+    altered(path, lambda tensors: None, {"windows": windows})
+    with pytest.raises(msrnn.StateError, match="no valid windows") as error:
+        read_state_file(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_files_without_windows_are_of_models_without_any(model: hf.LlamaForCausalLM, tmp_path: Path) -> None:
+    _, path = saved(model, "h2o:10", tmp_path / "state")
+    altered(path, lambda tensors: None, {"windows": None})
+    about, _ = read_state_file(path)
+    assert "windows" not in about
+
+
 def test_first_tokens_are_protected(model: hf.LlamaForCausalLM, tmp_path: Path) -> None:
     rnn, path = saved(model, "tova+4:10", tmp_path / "state")
     rnn.load(path)
@@ -270,6 +289,7 @@ def test_what_a_model_makes_is_taken_back(family: str, tmp_path: Path) -> None:
             ids = IDS[:, :length].repeat(2, 1)
             _, state = rnn.step(ids, rnn.start(), None if length % 2 else mask)
             state.save(tmp_path / "state")
+            read_state_file(tmp_path / "state")
             want, state = rnn.step(ids[:, :1], state)
             got, again = rnn.step(ids[:, :1], rnn.load(tmp_path / "state"))
             assert torch.equal(want, got)

@@ -1,6 +1,7 @@
 """What is true of slots between two calls. A saved state is held to this before any kernel works on it.
 
-A file's checksum proves no good will: kernels index by `next`, count on `positions` and stop at `limit`.
+A checksum shows that a file is intact, not that its indices are valid: kernels index by `next`, count on `positions`
+and stop at `limit`.
 """
 
 from __future__ import annotations

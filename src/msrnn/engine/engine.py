@@ -7,10 +7,9 @@ device itself finds out which rows have ended, so the host stays one step behind
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,7 +25,7 @@ from .compiled import compile_forward
 from .pipeline import CHUNK as PIPELINE_CHUNK
 from .pipeline import PipelinedPrefill
 from .projections import FusedProjections
-from .request import Finished, Request
+from .request import MOST_STOPS, Finished, Request
 from .rows import Emitted, Job, Rows, collect, sampling_settings
 from .sampling import pick
 from .static_cache import FullAttention, StaticCache
@@ -56,17 +55,6 @@ class EngineOptions:
     fused_projections: bool | None = None
 
 
-_RENAMED = {
-    "graphs": "cuda_graphs",
-    "compiled": "compile",
-    "reading": "full_attention",
-    "wavefront": "pipelined_prefill",
-    "joined": "fused_projections",
-    "chunk": "chunk",
-    "piece": "piece",
-}
-
-
 class Engine:
     """A model, a policy and a batch of static rows. `length`: room per row where a layer keeps everything.
 
@@ -82,11 +70,10 @@ class Engine:
         batch: int = 8,
         length: int | None = None,
         options: EngineOptions | None = None,
-        **renamed: Any,
     ) -> None:
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
-        options = _with_renamed(options or EngineOptions(), renamed)
+        options = options or EngineOptions()
         self.model, self.batch = model, batch
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         on_gpu = model.get_input_embeddings().weight.is_cuda
@@ -118,14 +105,17 @@ class Engine:
         return PipelinedPrefill(self.rnn, chunk=chunk, compile=options.compile, fused_projections=self.fused)
 
     def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[list[int]]:
-        """The new tokens of every prompt, in order; `settings` are those of a Request."""
-        done = sorted(self.run([Request(prompt, **settings) for prompt in prompts]), key=lambda each: each.index)
+        """The new tokens of every prompt, in order; `settings` are those of a Request. All are checked first."""
+        waiting = [self._job(i, Request(prompt, **settings)) for i, prompt in enumerate(prompts)]
+        done = sorted(self._run(iter(waiting)), key=lambda each: each.index)
         return [each.tokens for each in done]
 
-    @torch.no_grad()
     def run(self, requests: Iterable[Request]) -> Iterator[Finished]:
-        """Requests as they end, taken in as rows become free."""
-        waiting = (self._job(i, request) for i, request in enumerate(requests))
+        """Requests as they end, taken in and checked as rows become free."""
+        return self._run(self._job(i, request) for i, request in enumerate(requests))
+
+    @torch.no_grad()
+    def _run(self, waiting: Iterator[Job]) -> Iterator[Finished]:
         jobs: dict[int, Job] = {}
         self.cache.seen.fill_(-1)
         behind: list[Emitted] = []
@@ -151,6 +141,11 @@ class Engine:
             )
         stops = self.model.generation_config.eos_token_id if request.stops is None else request.stops
         listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+        if len(listed) > MOST_STOPS:
+            raise ValueError(
+                f"the model's generation config has {len(listed)} end tokens; the engine takes {MOST_STOPS} at most: "
+                "give each Request its own stops="
+            )
         return Job(index, request, listed)
 
     def _admit(self, waiting: Iterator[Job], jobs: dict[int, Job]) -> Iterator[Finished]:
@@ -288,14 +283,3 @@ def _padded(prompts: list[Sequence[int]], device: torch.device) -> tuple[Tensor,
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
     real = torch.arange(longest, device=device) >= longest - sizes[:, None]
     return ids, real.to(torch.int64)
-
-
-def _with_renamed(options: EngineOptions, renamed: dict[str, Any]) -> EngineOptions:
-    """Options given under their old names, as keywords of the engine itself."""
-    unknown = sorted(set(renamed) - set(_RENAMED))
-    if unknown:
-        raise TypeError(f"Engine has no argument {unknown[0]!r}; allowed: batch, length, options=EngineOptions(...)")
-    for name in renamed:
-        message = f"Engine({name}=...) is deprecated; use options=EngineOptions({_RENAMED[name]}=...)"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return replace(options, **{_RENAMED[name]: value for name, value in renamed.items()})

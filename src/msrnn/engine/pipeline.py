@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..core.attention import Attention
 from ..core.heads import LayerSlots, parts_of, read_groups
 from ..core.recurrence import Chunks
@@ -267,11 +268,7 @@ class PipelinedPrefill:
         return logits
 
     def _scans(self, count: int) -> AbstractContextManager[object]:
-        if not self.streams:
-            return nullcontext()
-        from ..kernels.triton.concurrency import concurrent_scans
-
-        return concurrent_scans(count)
+        return kernels.concurrent_scans(count) if self.streams else nullcontext()
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.rnn.model(

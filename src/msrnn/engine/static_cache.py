@@ -46,14 +46,17 @@ class StaticLayer(BoundedLayer):
         return cls(policy, HeadSlots(rows) if isinstance(like, HeadSlots) else rows[0])
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
-        key, value = self._take(query)
+        key, value = self._take()
         return step(self.slots, query[:, :, 0], key, value, self.policy, attention)[:, :, None]
 
-    def _take(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """The pending key and value, [B, G, D] and [B, G, V]."""
+    def check_tokens(self, query: Tensor) -> None:
+        """One token of every row."""
         batch = len(self.slots.seen)
         if self.new_columns != 1 or query.shape[2] != 1 or len(query) != batch:
             raise BoundIgnored(f"a static cache takes one token of each of its {batch} rows at a time")
+
+    def _take(self) -> tuple[Tensor, Tensor]:
+        """The pending key and value, [B, G, D] and [B, G, V]."""
         key, value = self.take_pending()
         return key[:, :, 0], value[:, :, 0]
 
@@ -110,7 +113,7 @@ class FullLayer(StaticLayer):
         self.key_starts = length * self.query_starts
 
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
-        key, value = self.slots.expand(*self._take(query))
+        key, value = self.slots.expand(*self._take())
         slots = self.slots
         slots.keys[self.row, self.head, self.place[:, None]] = key
         slots.values[self.row, self.head, self.place[:, None]] = value

@@ -270,7 +270,12 @@ def _attend(
     extra: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Check the call, then the recurrence, in the layout that models expect: [B, T, H, V]."""
-    _check(layer, mask, dropout, is_causal, extra)
+    try:
+        _check(layer, mask, dropout, is_causal, extra)
+        layer.check_tokens(query)
+    except Exception:
+        layer.refuse()
+        raise
     layer.busy = True  # stays if this is cut off
     output = layer.attend(query, replace(attention, window=mask.window), mask.real(query.shape[2]))
     layer.busy = False
@@ -317,6 +322,10 @@ def _check_columns(layer: BoundedLayer, mask: DeferredMask, positions: Tensor | 
         raise BoundIgnored(
             f"the attention mask has {padding.shape[1]} columns; {before} were read before and {new} "
             "are new, so it must have the sum of both. Was the same text fed twice?"
+        )
+    if padding is not None and len(padding) not in (1, layer.new_rows):
+        raise BoundIgnored(
+            f"the attention mask has {len(padding)} rows for {layer.new_rows} sequences; give one row for each"
         )
     if new > 1 and layer.slots is not None and mask.restarts(positions, layer.slots.seen, new):
         raise BoundIgnored(

@@ -77,6 +77,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
     is_croppable = False
+    is_first = False  # whether no other layer's state changes before this one's in a call
 
     def __init__(self, policy: LayerPolicy, prompt: Prompt = "recurrent", chunk: int | None = None) -> None:
         super().__init__()
@@ -100,8 +101,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
         """The keys and values of this call, once."""
-        if self.pending is None:
-            raise BoundIgnored("attention was asked for keys that this cache did not hand out")
+        assert self.pending is not None, "check_tokens comes first"
         pending, self.pending = self.pending, None
         return pending
 
@@ -109,33 +109,54 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     def new_columns(self) -> int:
         return 0 if self.pending is None else self.pending[0].shape[2]
 
+    @property
+    def new_rows(self) -> int:
+        return 0 if self.pending is None else len(self.pending[0])
+
+    def refuse(self) -> None:
+        """A call was refused before any slot changed: the first layer forgets it, so the cache is as before the call.
+
+        In a later layer the call stays pending, as layers before it have read its tokens.
+        """
+        if self.is_first:
+            self.pending = None
+
     def attend(self, query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
         """query [B, H, T, D], real [B, T] -> [B, H, T, V]: the pending tokens go through the recurrence."""
-        if self.slots is not None and len(self.slots.seen) != len(query):
-            raise ValueError(
-                f"the cache holds {len(self.slots.seen)} sequences, {len(query)} were given; use a new cache"
-            )
         key, value = self.take_pending()
         if self.slots is None:
             self.slots = empty_slots(self.policy, key, value, query.shape[1], attention.window)
             self.is_initialized = True
-        self._check_tokens(query, key, value)
+        if self.slots.seen.device != key.device:  # loaded from a file, or moved by hand
+            self.slots = self.slots.to(key.device)
         real = None if real is None else real.to(query.device)
         tokens = (query.detach(), key, value)
         return read(self.slots, *tokens, self.policy, attention, real, self.chunk, self.recorder, self.prompt)
 
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """New tokens must be like those that are held: compiled code sees memory, not tensors."""
-        assert self.slots is not None
-        held = parts_of(self.slots)[0].keys
-        stored, sizes = sum(part.keys.shape[1] for part in parts_of(self.slots)), self.slots.sizes
+    def check_tokens(self, query: Tensor) -> None:
+        """The pending tokens must be like those that are held: compiled code sees memory, not tensors."""
+        if self.pending is None:
+            raise BoundIgnored("attention was asked for keys that this cache did not hand out")
+        if self.slots is not None and len(self.slots.seen) != len(query):
+            raise ValueError(
+                f"the cache holds {len(self.slots.seen)} sequences, {len(query)} were given; use a new cache"
+            )
+        key, value = self.pending
+        stored, sizes, dtype = self._held(key, value)
         fits = (key.shape[3], value.shape[3]) == sizes and query.shape[3] == key.shape[3]
         if not fits or stored % key.shape[1] or query.shape[1] % stored:
             theirs, ours = tuple(key.shape[1::2]), (stored, sizes[0])
             raise ValueError(f"the cache holds {ours} heads and their size, {theirs} were given; use a new cache")
-        holds = key.dtype if self.slots.kv else held.dtype  # codes serve any dtype
-        if not holds == query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"the cache holds {holds}, {key.dtype} was given; use a new cache")
+        if not dtype == query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"the cache holds {dtype}, {key.dtype} was given; use a new cache")
+
+    def _held(self, key: Tensor, value: Tensor) -> tuple[int, tuple[int, int], torch.dtype]:
+        """Heads, their sizes and the dtype of the slots; while there are none, those of the first tokens."""
+        if self.slots is None:
+            return key.shape[1], (key.shape[3], value.shape[3]), key.dtype
+        parts = parts_of(self.slots)
+        dtype = key.dtype if self.slots.kv else parts[0].keys.dtype  # codes serve any dtype
+        return sum(part.keys.shape[1] for part in parts), self.slots.sizes, dtype
 
     def get_seq_length(self) -> int:
         """Columns fed, padding included: positions and masks count these, not the slots held."""
@@ -211,6 +232,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def _set(self, model: PreTrainedModel, plan: Plan, prompt: Prompt, layers: list[Any]) -> None:
         self.model, self.plan, self.prompt, self.config = model, plan, prompt, text_config(model)
         super().__init__(layers=layers)
+        if isinstance(layers[0], BoundedLayer):
+            layers[0].is_first = True
 
     @classmethod
     def with_layers(cls, like: BoundedCache, layers: list[Any]) -> BoundedCache:
