@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,11 @@ class Losses:
 
     def __init__(self, model: Any, texts: Texts, batch: int, path: Path, name: str) -> None:
         self.model, self.texts, self.batch = model, texts, batch
+        self._all_texts = texts
         about = profile_identity(model) | {"dtype": str(model.dtype)}
         digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in texts.values())).hexdigest()
         conditions = {"model": about, "texts": name, "groups": list(texts), "sha256": digest}
         self.measurements = Measurements(path, conditions)
-        self.seconds = 0.0
 
     def of(self, policy: str) -> Sums:
         """`full` is the plain model."""
@@ -92,15 +93,21 @@ class Losses:
             start = time.perf_counter()
             sums = self._measure(None if policy == "full" else policy)
             self.measurements.add(policy, {"sums": sums, "seconds": round(time.perf_counter() - start, 3)})
-        self.seconds += self.measurements[policy]["seconds"]
-        return {group: (nats, tokens) for group, (nats, tokens) in self.measurements[policy]["sums"].items()}
+        return {group: tuple(self.measurements[policy]["sums"][group]) for group in self.texts}
+
+    def subset(self, groups: Iterable[str]) -> Losses:
+        """The losses of some of the texts; a policy is still measured on all of them at once."""
+        part = copy(self)
+        part.texts = {group: self.texts[group] for group in groups}
+        return part
 
     def _measure(self, policy: str | None) -> dict[str, list[float]]:
-        rows = torch.cat(list(self.texts.values()))
+        texts = self._all_texts
+        rows = torch.cat(list(texts.values()))
         piece = largest_piece(self.model, min(self.batch, len(rows)))
         nll = torch.cat([token_nll(self.model, part, policy, piece=piece) for part in rows.split(self.batch)]).double()
-        parts = nll.split([len(part) for part in self.texts.values()])
-        return {name: [float(part.sum()), part.numel()] for name, part in zip(self.texts, parts, strict=True)}
+        parts = nll.split([len(part) for part in texts.values()])
+        return {name: [float(part.sum()), part.numel()] for name, part in zip(texts, parts, strict=True)}
 
 
 def perplexity(sums: Sums) -> float:

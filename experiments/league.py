@@ -85,9 +85,9 @@ class Halves:
     def __init__(self, losses: Losses, choosing: Iterable[str], deadline: float) -> None:
         self.losses, self.deadline = losses, deadline
         chosen = set(choosing)
-        self.names = {
-            "choosing": [name for name in losses.texts if name in chosen],
-            "reporting": [name for name in losses.texts if name not in chosen],
+        self.parts = {
+            "choosing": losses.subset(name for name in losses.texts if name in chosen),
+            "reporting": losses.subset(name for name in losses.texts if name not in chosen),
         }
 
     def measure(self, policies: Sequence[str]) -> list[str]:
@@ -103,8 +103,7 @@ class Halves:
         return done
 
     def sums(self, policy: str, half: str) -> Sums:
-        of = self.losses.of(policy)
-        return {name: of[name] for name in self.names[half]}
+        return self.parts[half].of(policy)
 
     def gap(self, policy: str, half: str) -> tuple[float, float, float]:
         return interval(lambda full, ours: ours - full, self.sums("full", half), self.sums(policy, half))
@@ -144,13 +143,12 @@ def table(halves: Halves, players: Sequence[str], capacity: int) -> str:
 
 def half_records(halves: Halves, policies: Iterable[str], settings: dict[str, Any]) -> list[Any]:
     """A record per policy and half."""
-    found = []
-    for half, names in halves.names.items():
-        part = _Half(halves.losses, names)
+    measured = []
+    for half, losses in halves.parts.items():
         labels = {policy: (policy, _slots(policy)) for policy in ("full", *policies)}
-        ours = records(part, f"league-{half}", labels, settings | {"books": names})  # type: ignore[arg-type]
-        found += [replace(record, cell={"half": half}) for record in ours]
-    return found
+        ours = records(losses, f"league-{half}", labels, settings | {"books": list(losses.texts)})
+        measured += [replace(record, cell={"half": half}) for record in ours]
+    return measured
 
 
 def chunks(tokenizer: Any, books: Sequence[Path], arguments: argparse.Namespace) -> Texts:
@@ -158,18 +156,6 @@ def chunks(tokenizer: Any, books: Sequence[Path], arguments: argparse.Namespace)
     bos = torch.tensor(tokenizer("")["input_ids"], dtype=torch.long)
     texts = novels(tokenizer, books, arguments.length - len(bos), arguments.chunks)
     return {name: torch.cat([bos.expand(len(rows), -1), rows], 1) for name, rows in texts.items()}
-
-
-class _Half:
-    """The losses of some of the books, as `books.records` reads them."""
-
-    def __init__(self, losses: Losses, names: Sequence[str]) -> None:
-        self.model, self.measurements, self.names, self.whole = losses.model, losses.measurements, names, losses
-        self.texts = {name: losses.texts[name] for name in names}
-
-    def of(self, policy: str) -> Sums:
-        sums = self.whole.of(policy)
-        return {name: sums[name] for name in self.names}
 
 
 def _slots(policy: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from msrnn.eval.record import read_records, write_records
 from tests.support.records import record
@@ -48,6 +49,21 @@ def test_intervals_keep_pairs_together() -> None:
     value, low, high = books.interval(lambda a: a, first)
     assert value == pytest.approx(books.perplexity(first))
     assert low < value < high
+
+
+def test_a_subset_of_losses_is_measured_with_all_texts(llama: Any, tmp_path: Path) -> None:
+    import books
+
+    ids = torch.randint(3, 64, (3, 2, 20), generator=torch.Generator().manual_seed(0))
+    losses = books.Losses(llama(), dict(zip("abc", ids, strict=True)), 4, tmp_path / "measured.jsonl", "test")
+    part = losses.subset(["c", "a"])
+    ours = part.of("full")
+    everything = losses.of("full")
+    assert list(everything) == ["a", "b", "c"]
+    assert ours == {name: everything[name] for name in ("c", "a")}
+    assert len((tmp_path / "measured.jsonl").read_text().splitlines()) == 2  # conditions, and one measurement
+    labelled = books.records(part, "test", {"full": ("full", None)}, {})
+    assert (labelled[0].groups, labelled[0].samples, set(labelled[0].parts)) == (2, 4, {"a", "c"})
 
 
 def test_the_search_takes_the_kind_whose_worst_capacity_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
