@@ -22,7 +22,7 @@ from books import Losses, interval, load_model, measurements_path, novels, optio
 
 from msrnn.budgets.profile import plan_for
 from msrnn.hf.cost import cost
-from msrnn.hf.geometry import Geometry, geometry, slot_costs
+from msrnn.hf.geometry import Geometry, geometry
 from msrnn.policy import parse_policy, split_policy
 
 
@@ -30,8 +30,9 @@ def sized(layers: Sequence[Geometry], dtype: torch.dtype, kind: str, slots: int,
     """The candidate with as many slots as fit into the bytes of `slots` plain ones of `tova`."""
     text = split_policy(kind)
     if count == "slots":
-        costs, kv = slot_costs(layers, dtype), parse_policy(replace(text, size="64").policy).kv
-        return text.with_size((slots + 1) * costs.plain // costs.of(kv) - 1)
+        kv = parse_policy(replace(text, size="64").policy).kv
+        plain, own = (sum(layer.slot_bytes(dtype, kv=one) for layer in layers) for one in (None, kv))
+        return text.with_size((slots + 1) * plain // own - 1)
     limit = cost(layers, plan_for(f"tova:{slots}", len(layers)), dtype, 1).state
     fits = (size for size in range(8 * slots, 0, -1) if _bytes(layers, dtype, kind, size) <= limit)
     return text.with_size(next(fits))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msrnn.budgets import profile
 from msrnn.budgets.profile import check_policy_kind, plan_for, read_profile
 from msrnn.plan import Plan, per_layer
-from msrnn.policy import Policy, fade, full, h2o, parse_policy, split_policy, tova, window
+from msrnn.policy import Policy, check_size, fade, full, h2o, needs_model, parse_policy, split_policy, tova, window
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,51 @@ def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, moment
     assert parse_policy(str(policy)) == policy
 
 
-def test_capacity_as_a_fraction_or_as_bytes() -> None:
+def test_capacity_as_a_fraction() -> None:
     assert parse_policy("tova:1/8", length=4096) == tova(512)
     assert parse_policy("window+4:1/8", length=4096) == window(512, 4)
     assert parse_policy("tova:1/8", length=3) == tova(1)
-    assert parse_policy("tova:2KiB", slot_bytes=100) == tova(19)  # 20 slots: one is for the newcomer
-    assert parse_policy("h2o:1.5kb", slot_bytes=100) == h2o(14)
+
+
+def test_which_sizes_depend_on_the_model() -> None:
+    for text in ("tova:2KiB", "h2o:1.5kb,kv=int8", "fade:64MiB,profile=F", "best:64", "best:1/8", "BEST:2GB"):
+        assert needs_model(text)  # how many slots it is: tests/hf/test_byte_budget.py
+    for other in ("tova:64", "tova:1/8", "full", "tova,profile=64MiB", "tova", tova(8), ["tova:2GiB"]):
+        assert not needs_model(other)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("full", None),
+        ("tova:64", (64, "slots")),
+        ("tova:1/8", (512, "slots")),
+        ("best:64,profile=F", (64, "slots")),
+        ("h2o:2KiB,kv=int8,profile=F", (2048, "bytes")),
+        ("best:1.5kb", (1500, "bytes")),
+    ],
+)
+def test_the_size_as_far_as_it_is_known_without_a_model(text: str, size: tuple | None) -> None:
+    assert check_size(text, length=4096) == size
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("toav:64MiB", "did you mean 'tova:64mib'"),
+        ("full:64MiB", "takes no size"),
+        ("tova:0B", "at least 1"),
+        ("tova:64MiB,gain=x", "unknown gain"),
+        ("tova:64MiB,last=3/2", "last slots are protected"),
+        ("best:64MiB,last=4", "best takes kv= and profile= only"),
+        ("best", "write slots (best:512)"),
+    ],
+)
+def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is checked below)
+        check_size(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +126,8 @@ def test_capacity_as_a_fraction_or_as_bytes() -> None:
         ("tova:many", "write slots (tova:512)"),
         ("tova:0", "at least 1"),
         ("tova:-3", "at least 1"),
+        ("fade:0", "at least 1"),
+        ("tova:0,momentum=1-4/k", "at least 1"),
         ("tova:3/2", "at most at 1"),
         ("tova:0/2", "above 0"),
         ("tova:1/8", "a length that is not known"),
@@ -111,11 +152,6 @@ def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
         parse_policy(text)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_bytes_too_few() -> None:
-    with pytest.raises(ValueError, match="needs at least 200 bytes"):
-        parse_policy("tova:150B", slot_bytes=100)
 
 
 def test_plans() -> None:

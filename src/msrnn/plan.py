@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .policy import Policy, SlotBytes, in_words, parse_policy, split_policy, with_capacity
+from .policy import Policy, in_words, parse_policy, split_policy, with_capacity
 
 _BETWEEN_HEADS = "|"
 
@@ -54,16 +54,14 @@ class Plan:
             raise ValueError("a plan needs at least one layer")
 
     @classmethod
-    def of(
-        cls, policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None
-    ) -> Plan:
+    def of(cls, policy: PolicyLike, layers: int, *, length: int | None = None) -> Plan:
         """Any spelling of a policy but a profile's as one policy per layer."""
         if isinstance(policy, Plan):
             plan = policy
         elif isinstance(policy, Policy):
             plan = cls((policy,) * layers)
         elif isinstance(policy, str):
-            plan = cls((parse_policy(policy, length=length, slot_bytes=slot_bytes),) * layers)
+            plan = cls((parse_policy(policy, length=length),) * layers)
         elif isinstance(policy, Sequence):
             plan = cls(tuple(p if isinstance(p, LayerPolicy) else parse_policy(p, length=length) for p in policy))
         else:
@@ -103,8 +101,9 @@ class Plan:
 
     @property
     def average(self) -> float | None:
-        """Mean capacity over the layers; None where a layer keeps everything."""
-        sizes = [average_capacity(policy) for policy in self.policies]
+        """Mean capacity over the layers, or over all KV heads if each has its own; None where a layer is full."""
+        each_head = all(isinstance(policy, HeadPolicies) for policy in self.policies)  # layers may have more or fewer
+        sizes = [average_capacity(policy) for policy in (self.parts if each_head else self.policies)]
         return None if None in sizes else sum(size or 0 for size in sizes) / len(sizes)
 
     def __str__(self) -> str:

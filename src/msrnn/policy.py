@@ -1,7 +1,7 @@
 """Policies: which token leaves a layer's state when it is full, and how a person writes that down.
 
 One frozen dataclass covers the whole family (full, Window, Window+i, H2O, TOVA and what lies between). This file
-knows nothing about tensors, models or files: a fraction or a number of bytes is resolved from plain numbers.
+knows nothing about tensors, models or files: how many slots a number of bytes holds is for `hf/byte_budget.py`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Policy:
             )
 
     @classmethod
-    def parse(cls, text: str, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None) -> Policy:
+    def parse(cls, text: str, *, length: int | None = None) -> Policy:
         """`Policy.parse("tova:512")`; see `parse_policy`."""
-        return parse_policy(text, length=length, slot_bytes=slot_bytes)
+        return parse_policy(text, length=length)
 
     @property
     def blind(self) -> bool:
@@ -88,18 +88,6 @@ class Policy:
         name, changes = in_words(self)
         size = [] if self.capacity is None else [str(self.capacity)]
         return f"{name}:{','.join(size + changes)}" if size or changes else name
-
-
-@dataclass(frozen=True)
-class SlotBytes:
-    """What the slots of one token cost over all layers, by their format."""
-
-    plain: int
-    int8: int
-    k8v4: int
-
-    def of(self, kv: KV | None) -> int:
-        return {None: self.plain, "int8": self.int8, "k8v4": self.k8v4}[kv]
 
 
 def full() -> Policy:
@@ -134,16 +122,15 @@ def fade(capacity: int, first: int = 0, scope: Scope = "kv_head") -> Policy:
 
 def decay(rate: float, capacity: int) -> float:
     """A momentum for memory that grows with the capacity: exp(-`rate`) of a score is left after `capacity` steps."""
-    return max(0.0, 1 - rate / capacity)
+    return max(0.0, 1 - rate / max(1, capacity))  # a capacity of 0 is refused with the policy
 
 
-def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None) -> Policy:
+def parse_policy(text: str, *, length: int | None = None) -> Policy:
     """Read `tova:512`, `window+4:512`, `h2o-layer:512`, `tova:512,last=1`, `tova:512,last=1/8`,
     `tova:512,momentum=1-4/k`, `tova:512,gain=value_norm`, `tova:512,kv=int8`, `key_difference-head:512`,
     `./my_rule.py:512`, `full`.
 
-    A capacity may be a fraction of `length` (`tova:1/8`) or a size in bytes per sequence (`tova:2GiB`), where
-    `slot_bytes` is what one token costs over all layers.
+    A capacity may be a fraction of `length` (`tova:1/8`). A size in bytes (`tova:2GiB`) and `best` depend on the model.
     """
     parts = split_policy(text)
     if is_best(text):
@@ -153,8 +140,10 @@ def parse_policy(text: str, *, length: int | None = None, slot_bytes: int | Slot
     form = _Form.read(text)
     if form.name == "full":
         return form.build(None)
-    cost = slot_bytes.of(form.kv) if isinstance(slot_bytes, SlotBytes) else slot_bytes
-    return form.build(_capacity(text, length, cost))
+    size = read_size(text, length)
+    if size.unit == "bytes":
+        raise ValueError(f"{text!r} is a size in bytes and no model is known here; write the number of slots")
+    return form.build(size.number)
 
 
 def with_capacity(text: str, capacity: int) -> Policy:
@@ -211,10 +200,20 @@ def is_best(policy: object) -> bool:
     return isinstance(policy, str) and split_policy(policy).kind.split(",")[0].lower() == _BEST
 
 
-def check_best(text: str, *, length: int | None = None, slot_bytes: int | None = None) -> Policy:
-    """What `best:256` begins with, its capacity in plain slots; refuses what no model could run."""
-    read_size(text, length)
-    return parse_policy(recommended(split_policy(text)).policy, length=length, slot_bytes=slot_bytes)
+def needs_model(policy: object) -> bool:
+    """Whether the number of slots that a text names depends on the model: `best:256`, or a size in bytes."""
+    return is_best(policy) or (isinstance(policy, str) and bool(_BYTES.fullmatch(split_policy(policy).size.lower())))
+
+
+def check_size(text: str, *, length: int | None = None) -> Size | None:
+    """The size of a policy, of `best` in plain slots (None: full); refuses what no model could run."""
+    policy = recommended(split_policy(text)).policy
+    if needs_model(text):
+        size = read_size(text, length)
+        with_capacity(policy, size.number)  # no slot takes less than a byte
+        return size
+    capacity = parse_policy(policy, length=length).capacity
+    return None if capacity is None else Size(capacity, "slots")
 
 
 def recommended(text: PolicyText) -> PolicyText:
@@ -262,12 +261,6 @@ class _Form:
         )
         return cls(base, _SUFFIX[scope] if scope else None, int(match["first"] or 0), size, pairs)
 
-    @property
-    def kv(self) -> KV | None:
-        """The format of the slots; an unknown one is refused when the policy is built."""
-        named = dict(self.changes).get("kv")
-        return next((kv for kv in KVS if kv == named), None)
-
     def build(self, capacity: int | None) -> Policy:
         values = {f.name: getattr(self._preset(capacity), f.name) for f in fields(Policy)}
         return Policy(**(values | dict(_override(key, value, capacity) for key, value in self.changes)))
@@ -289,6 +282,7 @@ class _Form:
 _PRESETS = ("full", "window", "h2o", "tova", "fade")
 _SPELLINGS = (*_PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 _DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
+_BYTES = re.compile(r"\d+(\.\d+)?\s*[kmg]?i?b")
 
 
 @cache
@@ -332,26 +326,12 @@ def read_size(text: str, length: int | None = None) -> Size:
         if length is None:
             raise ValueError(f"{text!r} is a fraction of a length that is not known here; write the number of slots")
         return Size(max(1, int(Fraction(top, bottom) * length)), "slots")
-    if re.fullmatch(r"\d+(\.\d+)?\s*[kmg]?i?b", size):
+    if _BYTES.fullmatch(size):
         return Size(parse_bytes(size), "bytes")
     raise ValueError(
         f"{text!r} has no valid capacity; write slots ({_stem(text)}:512), a fraction of the length "
         f"({_stem(text)}:1/8) or bytes ({_stem(text)}:2GiB)"
     )
-
-
-def _capacity(text: str, length: int | None, slot_bytes: int | None) -> int:
-    size = read_size(text, length)
-    return size.number if size.unit == "slots" else _slots_in_bytes(text, size.number, slot_bytes)
-
-
-def _slots_in_bytes(text: str, size: int, slot_bytes: int | None) -> int:
-    if slot_bytes is None:
-        raise ValueError(f"{text!r} is a size in bytes and no model is known here; write the number of slots")
-    slots = size // slot_bytes - 1  # one more slot holds the newest token while it is attended to
-    if slots < 1:
-        raise ValueError(f"{text!r}: {size} bytes hold no state; this model needs at least {2 * slot_bytes} bytes")
-    return slots
 
 
 def _stem(text: str) -> str:

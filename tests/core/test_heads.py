@@ -150,6 +150,7 @@ def test_text_and_averages() -> None:
     assert Plan.of(plan, 2) is plan
     with pytest.raises(ValueError, match="asks for an average of 7, but the capacities by KV head average 6"):
         per_layer("fade:7", [[4, 8], [2, 10]])
+    assert per_layer("fade:6", [[2], [4, 8, 10]]).average == 6  # over the heads: layers may have more or fewer of them
 
 
 @pytest.mark.parametrize("kind", ["tova", "h2o-layer", "tova-query-head"])

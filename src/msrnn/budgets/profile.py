@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Plan, PolicyLike, per_layer
-from ..policy import SlotBytes, check_kind, split_policy
+from ..policy import check_kind, split_policy
 from .allocate import allocate
 
 KIND = "msrnn profile 1"
@@ -22,15 +22,13 @@ _LARGEST, _MOST_LAYERS, _LARGEST_FILE = 2**31, 10_000, 1 << 24
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
-def plan_for(
-    policy: PolicyLike, layers: int, *, length: int | None = None, slot_bytes: int | SlotBytes | None = None
-) -> Plan:
+def plan_for(policy: PolicyLike, layers: int, *, length: int | None = None) -> Plan:
     """Any spelling of a policy as one policy per layer; `tova:256,profile=FILE` takes its capacities from a file."""
     if isinstance(policy, str) and (name := split_policy(policy).profile):
         text = split_policy(policy)
         size = int(text.size) if text.size.isdigit() else None
         policy = per_layer(text.policy, read_profile(name, size))
-    return Plan.of(policy, layers, length=length, slot_bytes=slot_bytes)
+    return Plan.of(policy, layers, length=length)
 
 
 def check_policy_kind(text: str) -> None:
@@ -51,6 +49,15 @@ def check_by_head(kind: str) -> None:
             f"the KV heads of a layer decide together under {kind}, so they have no budgets of their own; "
             "use e.g. fade, h2o or tova-head"
         ) from None
+
+
+def check_scales(name: str | Path) -> None:
+    """Refuse a profile that cannot give capacities for any average."""
+    if "curves" not in open_profile(name):
+        raise ValueError(
+            f"profile {name} has no curves, so its capacities do not scale to a number of bytes; "
+            "write the average that it was made for, or make one with msrnn calibrate"
+        )
 
 
 def shipped_profiles() -> list[str]:

@@ -26,7 +26,7 @@ from ..budgets.profile import plan_for
 from ..core.trace import Trace
 from ..hf.best import resolve
 from ..hf.cost import cost
-from ..hf.geometry import geometry, slot_costs
+from ..hf.geometry import geometry
 from ..hf.identity import check_profile
 from ..hf.load import load
 from ..plan import Plan
@@ -121,14 +121,13 @@ def text_blocks(path: Path | None = None) -> Iterable[str]:
 def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict[str, Plan]:
     """The plan of every policy, by its name in the table; a fraction is of the text's length."""
     layers, plans = geometry(model), dict[str, Plan]()
-    slot = slot_costs(layers, model.dtype)
     for policy in policies:
         text = split_policy(policy)
         if text.profile:
             check_profile(text.profile, model)
         name = f"{text.policy} + profile" if text.profile else text.policy
         resolved = resolve(policy, model, length=length)
-        plans[name] = plan_for(resolved, len(layers), length=length, slot_bytes=slot)
+        plans[name] = plan_for(resolved, len(layers), length=length)
     return plans
 
 

@@ -57,9 +57,9 @@ def run(arguments: Namespace) -> None:
 def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     """What --json prints."""
     from ..budgets.profile import plan_for
-    from ..hf.best import resolution
+    from ..hf.best import resolution, resolve
     from ..hf.cost import cost
-    from ..hf.geometry import geometry, slot_costs, text_config
+    from ..hf.geometry import geometry, text_config
     from ..policy import is_best
     from ..system.sizes import parse_bytes
 
@@ -69,10 +69,9 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     length = arguments.length or context
     if length is None:
         raise ValueError("this model does not say how long its context is; give --length N")
-    costs = slot_costs(layers, dtype)
     origin = {"dtype": dtype, "length": length, "revision": arguments.revision}
     best = resolution(asked, config, **origin) if is_best(asked) else None
-    policies = plan_for(best.policy if best else asked, len(layers), length=length, slot_bytes=costs)
+    policies = plan_for(best.policy if best else resolve(asked, config, **origin), len(layers), length=length)
     predicted = cost(layers, policies, dtype, length)
     facts: dict[str, Any] = {
         "model": str(config.name_or_path),

@@ -134,18 +134,17 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
     from ..budgets.profile import plan_for, read_profile
-    from ..policy import check_best, is_best, parse_policy, split_policy
+    from ..policy import check_size, needs_model, split_policy
 
     policy = split_policy(arguments.policy or ("tova" if arguments.profile else POLICY))
     if policy.profile and arguments.profile:
         both = f"--policy names the profile {policy.profile} and --profile {arguments.profile}"
         raise ValueError(f"{both}; give one of them")
-    profile, best = arguments.profile or policy.profile, is_best(str(policy))
-    if profile and not best:
+    profile = arguments.profile or policy.profile
+    if profile and not needs_model(str(policy)):
         plan_for(str(replace(policy, profile=profile)), len(read_profile(profile)))
         return
-    check = check_best if best else parse_policy
-    check(policy.policy, length=arguments.length or 1 << 40, slot_bytes=1)
+    check_size(policy.policy, length=arguments.length or 1 << 40)
     if profile:
         read_profile(profile)
 

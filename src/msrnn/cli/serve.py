@@ -220,7 +220,7 @@ def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: A
     """One policy per layer for texts of `length`, after a check that profile and budgets fit the model."""
     from ..budgets.profile import plan_for
     from ..hf.best import resolve
-    from ..hf.geometry import geometry, slot_costs
+    from ..hf.geometry import geometry
     from ..hf.identity import check_profile
     from ..vllm.refusals import check_budgets
 
@@ -228,7 +228,7 @@ def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: A
     policy = resolve(policy_text(arguments), config, dtype=dtype, length=length, revision=revision)
     if isinstance(policy, str) and (profile := split_policy(policy).profile):
         check_profile(profile, config, revision)
-    plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_costs(layers, dtype))
+    plan = plan_for(policy, len(layers), length=length)
     for layer, own in zip(layers, plan.policies, strict=True):
         check_budgets(own, max(1, layer.kv_heads // processes), processes)
     return plan

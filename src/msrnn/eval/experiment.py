@@ -13,9 +13,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..budgets.profile import read_profile
 from ..plan import Plan, PolicyLike, per_layer
-from ..policy import Policy, check_best, is_best, parse_policy, split_policy
+from ..policy import Policy, check_size, needs_model, parse_policy, split_policy
 
-Resolve = Callable[[str], PolicyLike]  # what `best:256` stands for on a model
+Resolve = Callable[[str], PolicyLike]  # what `best:256` or `tova:64MiB` stands for on a model
 BASELINE = "baseline"  # the paper's short context: the plain model on a text cut into contexts of so many tokens
 
 
@@ -24,7 +24,7 @@ class Entry:
     """One line of a table: a policy under its name, or the plain model (`policy` None), whole or on short contexts.
 
     `capacities` are those of its layers (None: full), or the length of the short contexts. `resolved` is what `best`
-    stands for on the model.
+    or a size in bytes stands for on the model.
     """
 
     label: str
@@ -75,7 +75,7 @@ class Experiment:
     path: str = ""
 
     def entries(self, resolve: Resolve | None = None) -> list[Entry]:
-        """`full` first: the others are compared with it. Without a model to `resolve` it on, `best` is only checked."""
+        """`full` first: the others are compared with it. Without a model, what depends on it is only checked."""
         policies = [sized for policy in self.policies for sized in self._with_sizes(policy)]
         entries = [entry(policy, resolve) for policy in dict.fromkeys(policies)]
         return sorted(entries, key=lambda one: one.label != "full")
@@ -95,14 +95,14 @@ def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
     if not isinstance(policy, str):
         capacities = tuple(one.capacity for one in (policy.parts if isinstance(policy, Plan) else (policy,)))
         return Entry(str(policy), policy, capacities) if any(capacities) else Entry(str(policy), None)
-    if is_best(policy):
-        return _best(policy, resolve)
     text = split_policy(policy)
     size = int(text.size) if text.size.isdigit() else None
     if text.kind == BASELINE:
         if size is None or size < 2:
             raise ValueError(f"{policy!r}: the baseline needs a context of at least 2 tokens; write baseline:512")
         return Entry(policy, None, (size,), size)
+    if needs_model(policy):
+        return _on_model(policy, resolve)
     if text.profile:
         plan = per_layer(text.policy, read_profile(text.profile, size))  # the model is checked by the cache
         return Entry(policy, policy, tuple(part.capacity for part in plan.parts))
@@ -110,9 +110,9 @@ def entry(policy: str | Policy | Plan, resolve: Resolve | None = None) -> Entry:
     return Entry(policy, None) if parsed.capacity is None else Entry(policy, parsed, (parsed.capacity,))
 
 
-def _best(text: str, resolve: Resolve | None) -> Entry:
-    """`best:256` under its own name, as what it stands for on a model."""
-    check_best(text)
+def _on_model(text: str, resolve: Resolve | None) -> Entry:
+    """`best:256` or `tova:64MiB` under its own name, as what it stands for on a model."""
+    check_size(text)
     if profile := split_policy(text).profile:
         read_profile(profile)
     if resolve is None:

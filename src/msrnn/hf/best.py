@@ -1,7 +1,8 @@
-"""`best:256`: the policy that we recommend on a model, in the bytes that 256 plain slots of TOVA take.
+"""What a policy's text stands for on a model: `best:256`, and sizes in bytes (`byte_budget.py`).
 
-Here, and only here, the word becomes a policy: the preset and the slot format (`policy.py`), as many slots as fit, and
-the budgets of a shipped profile that was made for these very weights.
+`best:256` is the policy that we recommend, in the bytes that 256 plain slots of TOVA take. Here, and only here, the
+word becomes a policy: the preset and the slot format (`policy.py`), as many slots as fit, and the budgets of a shipped
+profile that was made for these very weights.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import is_by_head, open_profile, shipped_profiles
-from ..core.formats import check_sizes
-from ..plan import Plan, PolicyLike, per_layer
-from ..policy import KV, PolicyText, is_best, parse_policy, read_size, recommended, split_policy, tova
+from ..plan import Plan, PolicyLike
+from ..policy import KV, PolicyText, is_best, needs_model, read_size, recommended, split_policy, tova, with_capacity
+from .byte_budget import ByteBudget
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
 from .identity import fits
@@ -42,10 +43,14 @@ def resolve(
     length: int | None = None,
     revision: str | None = None,
 ) -> PolicyLike:
-    """`best:...` as the text that it stands for on this model; any other policy as it is."""
-    if not is_best(policy):
+    """`best:...` or a size in bytes as the text that it stands for on this model; any other policy as it is."""
+    if not needs_model(policy):
         return policy
-    return resolution(str(policy), model, dtype=dtype, length=length, revision=revision).policy
+    text = str(policy)
+    if is_best(text):
+        return resolution(text, model, dtype=dtype, length=length, revision=revision).policy
+    budget = ByteBudget(text, read_size(text).number, geometry(model), dtype or model.dtype or torch.float32)
+    return split_policy(text).with_size(budget.slots(split_policy(text)))
 
 
 def resolution(
@@ -59,20 +64,18 @@ def resolution(
     """`best:256`, `best:1/8`, `best:64MiB`, with `kv=` and `profile=` where they are given, for texts of `length`."""
     layers, dtype = geometry(model), dtype or model.dtype or torch.float32
     context = getattr(text_config(model), "max_position_embeddings", None)
-    kind, limit = recommended(split_policy(text)), _limit(text, layers, dtype, length or context)
+    budget = ByteBudget(text, _limit(text, layers, dtype, length or context), layers, dtype)
+    asked = recommended(split_policy(text))
+    kind = replace(asked, profile=None)
     if _kv(kind) is None:
-        kind = _with_format(kind, layers, dtype, limit)
-    if (least := _state_bytes(kind, 1, layers, dtype)) > limit:
-        raise ValueError(f"{text!r}: {limit:,} bytes hold no state; this model needs at least {least:,} bytes")
-    for layer in layers:
-        check_sizes(_kv(kind), layer.head_size)
-    slots = _slots(kind, layers, dtype, limit)
+        kind = _with_format(kind, budget)
+    slots = budget.slots(kind)
     beyond = length is not None and context is not None and length > context
-    profile = kind.profile or _shipped(model, slots, revision, by_layer=beyond)
-    if profile and is_by_head(profile):
-        slots = _slots(kind, layers, dtype, limit, by_head=True)
-    policy = str(replace(kind, size=str(slots), profile=profile))
-    return Resolution(policy, slots, _kv(kind) or "", profile, limit)
+    profile = asked.profile or _shipped(model, slots, revision, by_layer=beyond)
+    if profile:
+        kind = replace(kind, profile=profile)
+        slots = budget.slots(kind)
+    return Resolution(kind.with_size(slots), slots, _kv(kind) or "", profile, budget.limit)
 
 
 def _limit(text: str, layers: Sequence[Geometry], dtype: torch.dtype, length: int | None) -> int:
@@ -83,41 +86,16 @@ def _limit(text: str, layers: Sequence[Geometry], dtype: torch.dtype, length: in
     return cost(layers, Plan.of(tova(size.number), len(layers)), dtype, 1).state
 
 
-def _with_format(kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int) -> PolicyText:
+def _with_format(kind: PolicyText, budget: ByteBudget) -> PolicyText:
     """Values in 4 bits as long as slots are few: then more slots are worth more than exact values."""
     int8, k8v4 = (replace(kind, kind=f"{kind.kind},kv={kv}") for kv in ("int8", "k8v4"))
-    if any(layer.head_size % 4 for layer in layers):
+    if any(layer.head_size % 4 for layer in budget.layers):
         return int8
-    return k8v4 if _slots(int8, layers, dtype, limit) < _slots(k8v4, layers, dtype, limit) <= _FEW else int8
-
-
-def _slots(
-    kind: PolicyText, layers: Sequence[Geometry], dtype: torch.dtype, limit: int, *, by_head: bool = False
-) -> int:
-    """The most slots whose state takes at most `limit` bytes; where windows bound it, any number above them."""
-
-    def size(slots: int) -> int:
-        return _state_bytes(kind, slots, layers, dtype, by_head=by_head)
-
-    low, high = 1, 2
-    while size(low) < size(high) <= limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return low
-
-
-def _state_bytes(
-    kind: PolicyText, slots: int, layers: Sequence[Geometry], dtype: torch.dtype, *, by_head: bool = False
-) -> int:
-    """Keys, values, scales, positions and scores, the same number of slots everywhere; a profile's cost as much."""
-    sizes = [[slots] * layer.kv_heads if by_head else slots for layer in layers]
-    return cost(layers, per_layer(replace(kind, size=str(slots)).policy, sizes), dtype, 1).state
+    return k8v4 if budget.slots(int8) < budget.slots(k8v4) <= _FEW else int8
 
 
 def _kv(kind: PolicyText) -> KV | None:
-    return parse_policy(replace(kind, size="1").policy).kv
+    return with_capacity(kind.policy, 1).kv
 
 
 def _shipped(
@@ -130,6 +108,7 @@ def _shipped(
     """
     names = [name for name in shipped_profiles() if not (by_layer and is_by_head(name))]
     for name in sorted(names, key=is_by_head, reverse=True):
-        if fits(name, model, revision) and slots >= min(open_profile(name)["grid"]):
+        # slots of its own for every KV head may take the bytes of one slot more
+        if fits(name, model, revision) and slots > min(open_profile(name)["grid"]):
             return name
     return None

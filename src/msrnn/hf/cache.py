@@ -20,7 +20,7 @@ from ..plan import LayerPolicy, Plan, PolicyLike
 from ..policy import split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
-from .geometry import Geometry, Unsupported, geometry, slot_costs, text_config
+from .geometry import Geometry, Unsupported, geometry, text_config
 from .identity import check_profile
 
 
@@ -53,7 +53,7 @@ def cache(
     if isinstance(policy, str) and (name := split_policy(policy).profile):
         check_profile(name, model)
     length = length or getattr(text_config(model), "max_position_embeddings", None)
-    plan = plan_for(policy, len(layers), length=length, slot_bytes=slot_costs(layers, model.dtype))
+    plan = plan_for(policy, len(layers), length=length)
     shards = getattr(model, "tp_size", None) or 1
     if shards > 1 and plan.by_head:
         raise Unsupported(

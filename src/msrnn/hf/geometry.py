@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..core.formats import slot_bytes
-from ..policy import KV, KVS, SlotBytes
+from ..policy import KV
 
 _BOUNDED = ("full_attention", "sliding_attention")
 _STATELESS = ("conv", "linear_attention", "mamba", "moe", "mlp")  # layers that hold no row per token
@@ -34,12 +33,6 @@ class Geometry:
         """Keys and values of one token; where every query head decides on its own, each has its own."""
         stored = self.heads if scope == "query_head" else self.kv_heads
         return stored * slot_bytes(kv, self.head_size, self.head_size, dtype)
-
-
-def slot_costs(layers: Sequence[Geometry], dtype: torch.dtype) -> SlotBytes:
-    """What a token's slots cost over all layers, in each format."""
-    plain, int8, k8v4 = (sum(layer.slot_bytes(dtype, kv=kv) for layer in layers) for kv in (None, *KVS))
-    return SlotBytes(plain, int8, k8v4)
 
 
 def text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..budgets.profile import plan_for, read_profile
-from ..policy import check_best, is_best, parse_policy, split_policy
+from ..policy import check_size, needs_model, split_policy
+from ..system.sizes import human
 from .reading import MAX_TOKENS
 
 
@@ -21,6 +22,7 @@ class Limits:
     tokens: int = MAX_TOKENS
     characters: int = 1_000_000
     capacity: int = 16_384
+    state: int = 16 << 30  # bytes
     policies: int = 2
     runs: int = 8
     full_tokens: int = 8_192  # full attention reads no further: its cache and time grow
@@ -98,12 +100,13 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
         raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
-    if profile is not None and not is_best(text):
+    if profile is not None and not needs_model(text):
         plan_for(text, len(read_profile(profile)))
         return
-    check = check_best if is_best(text) else parse_policy  # of `best`: the plain slots whose bytes it may take
-    capacity = check(text, length=limits.tokens, slot_bytes=1 << 20).capacity
-    if capacity is None:
+    size = check_size(text, length=limits.tokens)
+    if size is None:
         raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
-    if capacity > limits.capacity:
-        raise Refused(f"{text!r}: a capacity of {capacity:,} is more than the {limits.capacity:,} allowed here")
+    if size.unit == "bytes" and size.number > limits.state:
+        raise Refused(f"{text!r}: a state of {human(size.number)} is more than the {human(limits.state)} allowed here")
+    if size.unit == "slots" and size.number > limits.capacity:
+        raise Refused(f"{text!r}: a capacity of {size.number:,} is more than the {limits.capacity:,} allowed here")

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..plan import LayerPolicy, Plan, average_capacity, parse_layer_policy, parts
-from ..policy import check_best, is_best
+from ..policy import check_size, needs_model
 from . import POLICY
 
 _SEPARATOR = ";"
@@ -22,16 +22,16 @@ def write(plan: Plan) -> str:
 def check() -> None:
     """Refuse a policy in the environment that no model could run."""
     text = os.environ.get(POLICY, "")
-    if is_best(text):
-        check_best(text)
+    if needs_model(text):
+        check_size(text)
     else:
         parse(text)
 
 
 def resolve(model: Any) -> None:
-    """Put in this process's environment what `best:256` stands for on vLLM's model configuration `model`."""
+    """Put what `best:256` or `tova:64MiB` stands for on vLLM's model configuration into this process's environment."""
     text = os.environ.get(POLICY, "")
-    if not is_best(text):
+    if not needs_model(text):
         return
     from ..budgets.profile import plan_for
     from ..hf import best
