@@ -152,7 +152,9 @@ def test_every_reader_of_a_policy_has_the_same_slots(
     assert experiment.capacities == tuple(part.capacity for part in (plan.parts if profile in text else plan.parts[:1]))
     assert experiment.label == text
     assert experiment.resolved == resolve(text, model)
-    assert main(["info", str(tmp_path / "model"), text, "--json"]) == 0
+    policy, _, file = text.partition(",profile=")
+    options = ["--profile", file] if file else []
+    assert main(["info", str(tmp_path / "model"), policy, *options, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["policy"] == str(plan)
     assert said["state_bytes"] == cost(geometry(model), plan, torch.bfloat16, 1).state

@@ -22,7 +22,7 @@ class Limits:
     tokens: int = MAX_TOKENS
     characters: int = 1_000_000
     capacity: int = 16_384
-    state: int = 16 << 30  # bytes
+    state: int = 2 << 30  # bytes: so many slots of an 8B model in bfloat16
     policies: int = 2
     runs: int = 8
     full_tokens: int = 8_192  # full attention reads no further: its cache and time grow
