@@ -9,9 +9,9 @@ import pytest
 from msrnn.analysis.records import read_results
 from msrnn.analysis.serving_gpu import LOADS, ratios
 from msrnn.cli import main
-from tests.cli.test_serve import run, started  # noqa: F401 - a fixture
 from tests.docs import pages
 from tests.docs.records import close, load, numbers
+from tests.support.serving import run, started  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "serving.md").read_text()

@@ -1,6 +1,6 @@
 """Plain vLLM with a policy in the environment: what a bounded state does not support ends startup in vLLM's processes.
 
-`msrnn serve` refuses most of this before vLLM starts (tests/cli/test_serve.py); here there is only the plugin.
+`msrnn serve` refuses most of this before vLLM starts (tests/cli/test_serve_refusals.py); here there is only the plugin.
 """
 
 import json

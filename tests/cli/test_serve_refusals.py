@@ -1,0 +1,115 @@
+"""What `msrnn serve` refuses before vLLM starts. No vLLM needed."""
+
+import json
+from importlib.metadata import EntryPoints
+
+import pytest
+
+from msrnn.cli import main, serve
+from msrnn.hf.identity import ProfileError, profile_identity
+from msrnn.vllm.plugin import Refused, check_version
+from tests.support.serving import run, serve_command
+
+
+def test_a_profile_made_for_another_model_is_refused(llama, started, tmp_path):
+    """By the weights in the files; where there are none yet, by the name. One that names no model is accepted."""
+    file = tmp_path / "profile.json"
+    content = {"capacities": [10, 20, 30]}
+    own, other = tmp_path / "own", tmp_path / "other"
+    llama().save_pretrained(own)
+    llama(initializer_range=0.1).save_pretrained(other)
+    content["model"] = profile_identity(llama()) | {"name": "own"}
+    file.write_text(json.dumps(content))
+    options = ("--profile", str(file))
+    run(str(own), *options)
+    with pytest.raises(ProfileError, match=r"was made for another model, own \(other weights\); make one for this"):
+        serve_command(str(other), *options)
+    for folder in (own, other):
+        (folder / "model.safetensors").unlink()
+    run(str(own), *options)
+    with pytest.raises(ProfileError, match="no weights here to compare, and the name is not other"):
+        serve_command(str(other), *options)
+    del content["model"]
+    file.write_text(json.dumps(content))
+    run(str(other), *options)
+    assert [policy for _, policy in started] == ["tova:10;tova:20;tova:30"] * 3
+
+
+@pytest.mark.parametrize(
+    "extra, reason",
+    [
+        (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
+        (["--speculative_config={}"], "speculative decoding takes tokens back"),
+        (["--kv-transfer-config", "{}"], "KV connectors"),
+        (["--kv-cache-dtype", "fp8"], r"--kv-cache-dtype fp8: states are stored in the model's dtype \(bfloat16\)"),
+        (["--kv-cache-dtype", "float16"], "leave it out, or use a policy with kv=int8"),
+        (["--kv-cache-dtype", "bfloat16", "--dtype", "half"], r"the model's dtype \(float16\)"),
+        (["--decode-context-parallel-size", "2"], "spreads a request's tokens"),
+        (["--attention-backend", "FLASH_ATTN"], "the backend is msrnn's"),
+        (["--policy", "full"], "'full' is not bounded"),
+        (["--policy", "tovva:64"], "did you mean 'tova:64'"),
+        (["--max-model-len", "many"], "not a number"),
+        (["--max-model-len", ""], "--max-model-len '' is not a number"),
+        (["--max-model-len", "inf"], "--max-model-len 'inf' is not a number"),
+        (["--kv-cache-memory-bytes", ""], "--kv-cache-memory-bytes '' is not a size"),
+        (["--kv-cache-memory-bytes", " "], "--kv-cache-memory-bytes ' ' is not a size"),
+    ],
+)
+def test_options_that_do_not_go_with_a_state_are_refused(served_model, started, extra, reason):
+    with pytest.raises(ValueError, match=reason):
+        serve_command(served_model(), *extra)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}, "latent attention"),
+    ],
+)
+def test_models_that_cannot_be_bounded_are_refused(served_model, started, changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        serve_command(served_model(**changes), "--policy", "tova:64")
+    assert not started
+
+
+def test_kv_heads_with_budgets_go_to_processes_whole(served_model, started, tmp_path):
+    """Where several processes hold a copy of a KV head, each would decide by some of its query heads only."""
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps({"capacities": [[8, 24], [30, 2]]}))
+    arguments = [served_model(), "--policy", "fade", "--profile", str(file)]
+    run(*arguments, "--tensor-parallel-size", "2")
+    assert started[0][1] == "fade:8|fade:24;fade:30|fade:2"
+    for option in (["--tensor-parallel-size", "4"], ["-tp", "4"], ["--tensor_parallel_size=4"]):
+        with pytest.raises(
+            Refused, match="budgets for 2 KV heads in a layer, and there are 1 per process at --tensor-parallel-size 4"
+        ):
+            run(*arguments, *option)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0"])
+def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
+    monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
+    with pytest.raises(Refused, match=f"vLLM {version} was never tried"):
+        check_version(version)
+    check_version("0.32.0")
+    monkeypatch.setenv("MSRNN_ANY_VLLM", "1")
+    check_version(version)
+
+
+def test_a_vllm_that_would_not_load_the_plugin_is_refused(served_model, started, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,plugins")
+    with pytest.raises(Refused, match="VLLM_PLUGINS='other,plugins' keeps msrnn out"):
+        serve_command(served_model(), "--policy", "tova:64")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,msrnn")
+    monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: EntryPoints())
+    with pytest.raises(Refused, match="just on the path"):
+        serve_command(served_model(), "--policy", "tova:64")
+    assert not started
+
+
+def test_without_vllm_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    monkeypatch.setattr("msrnn.cli.COMMANDS", (serve,))
+    assert main(["serve", "any/model", "--policy", "tova:64"]) == 2
+    assert capsys.readouterr().err == 'msrnn: error: vLLM is not installed here; pip install "msrnn[vllm]"\n'
