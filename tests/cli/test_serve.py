@@ -168,3 +168,12 @@ def test_a_profile_gives_every_layer_its_own(served_model, started, tmp_path):
     (tmp_path / "profile.json").write_text('{"capacities": [10, 30]}')
     run(served_model(), "--policy", "tova", "--profile", str(tmp_path / "profile.json"))
     assert started[0][1] == "tova:10;tova:30"
+
+
+def test_a_size_in_bytes_bounds_the_state_of_a_request(served_model, started):
+    """By hand: 2 layers of k + 1 slots, each 2 KV heads (or 4 heads) x 2 x 16 numbers x 2 bytes and a position each."""
+    for policy in ("tova:20000B", "tova-query-head:20000B"):
+        run(served_model(), "--policy", policy)
+    assert [policy for _, policy in started] == ["tova:72", "tova-query-head:33"]
+    assert 2 * (73 * 136 + 16) <= 20_000 < 2 * (74 * 136 + 16)
+    assert 2 * (34 * 288 + 40) <= 20_000 < 2 * (35 * 288 + 40)
