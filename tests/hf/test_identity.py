@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from msrnn.hf.best import resolve
 from msrnn.hf.identity import ProfileError, check_profile, fits, profile_identity
 
 
@@ -48,3 +49,13 @@ def test_the_name_decides_where_no_weight_can_be_compared(folder: Path, files: s
     assert not fits(profile, other)
     with pytest.raises(ProfileError, match="no weights here to compare, and the name is not other"):
         check_profile(profile, other)
+
+
+@pytest.mark.parametrize("text", ["tova:8,profile={}", "tova:1MiB,profile={}", "best:16,profile={}"])
+def test_wherever_a_policy_is_resolved_its_profile_is_checked(folder: Path, text: str) -> None:
+    """By `msrnn info` and vLLM too, which have no loaded model."""
+    policy = text.format(folder.parent / "profile.json")
+    other = AutoConfig.from_pretrained(folder.rename(folder.parent / "other"))
+    (folder.parent / "other" / "model.safetensors").unlink()
+    with pytest.raises(ProfileError, match="made for another model"):
+        resolve(policy, other)

@@ -27,7 +27,6 @@ from ..core.trace import Trace
 from ..hf.best import resolve
 from ..hf.cost import cost
 from ..hf.geometry import geometry
-from ..hf.identity import check_profile
 from ..hf.load import load
 from ..plan import Plan
 from ..policy import split_policy
@@ -123,8 +122,6 @@ def _plans(model: PreTrainedModel, policies: Sequence[str], length: int) -> dict
     layers, plans = geometry(model), dict[str, Plan]()
     for policy in policies:
         text = split_policy(policy)
-        if text.profile:
-            check_profile(text.profile, model)
         name = f"{text.policy} + profile" if text.profile else text.policy
         resolved = resolve(policy, model, length=length)
         plans[name] = plan_for(resolved, len(layers), length=length)

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..plan import Plan
-from ..policy import split_policy
 from ..system.console import note
 from . import options
 from .argument_parser import Commands, Parser
@@ -221,13 +220,10 @@ def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: A
     from ..budgets.profile import plan_for
     from ..hf.best import resolve
     from ..hf.geometry import geometry
-    from ..hf.identity import check_profile
     from ..vllm.refusals import check_budgets
 
     layers, revision, processes = geometry(config), vllm_options.parsed.revision, vllm_options.processes
     policy = resolve(policy_text(arguments), config, dtype=dtype, length=length, revision=revision)
-    if isinstance(policy, str) and (profile := split_policy(policy).profile):
-        check_profile(profile, config, revision)
     plan = plan_for(policy, len(layers), length=length)
     for layer, own in zip(layers, plan.policies, strict=True):
         check_budgets(own, max(1, layer.kv_heads // processes), processes)

@@ -19,7 +19,7 @@ from ..policy import KV, PolicyText, is_best, needs_model, read_size, recommende
 from .byte_budget import ByteBudget
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
-from .identity import fits
+from .identity import check_profile, fits
 
 _FEW = 640  # slots: with more of them, 4-bit values lose more than their slots gain (docs/budgets.md)
 
@@ -43,12 +43,19 @@ def resolve(
     length: int | None = None,
     revision: str | None = None,
 ) -> PolicyLike:
-    """`best:...` or a size in bytes as the text that it stands for on this model; any other policy as it is."""
-    if not needs_model(policy):
+    """`best:...` or a size in bytes as the text that it stands for on this model; any other policy as it is.
+
+    A profile that was made for another model is refused.
+    """
+    if not isinstance(policy, str):
         return policy
-    text = str(policy)
+    text = policy
     if is_best(text):
         return resolution(text, model, dtype=dtype, length=length, revision=revision).policy
+    if profile := split_policy(text).profile:
+        check_profile(profile, model, revision)
+    if not needs_model(text):
+        return text
     budget = ByteBudget(text, read_size(text).number, geometry(model), dtype or model.dtype or torch.float32)
     return split_policy(text).with_size(budget.slots(split_policy(text)))
 
@@ -66,6 +73,8 @@ def resolution(
     context = getattr(text_config(model), "max_position_embeddings", None)
     budget = ByteBudget(text, _limit(text, layers, dtype, length or context), layers, dtype)
     asked = recommended(split_policy(text))
+    if asked.profile:
+        check_profile(asked.profile, model, revision)
     kind = replace(asked, profile=None)
     if _kv(kind) is None:
         kind = _with_format(kind, budget)

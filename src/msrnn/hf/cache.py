@@ -17,11 +17,9 @@ from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, pa
 from ..core.recurrence import Prompt
 from ..core.rules import announce_rule
 from ..plan import LayerPolicy, Plan, PolicyLike
-from ..policy import split_policy
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
 from .geometry import Geometry, Unsupported, geometry, text_config
-from .identity import check_profile
 
 
 def cache(
@@ -50,8 +48,6 @@ def cache(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     layers, policy = geometry(model), resolve(policy, model, length=length)
-    if isinstance(policy, str) and (name := split_policy(policy).profile):
-        check_profile(name, model)
     length = length or getattr(text_config(model), "max_position_embeddings", None)
     plan = plan_for(policy, len(layers), length=length)
     shards = getattr(model, "tp_size", None) or 1
