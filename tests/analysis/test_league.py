@@ -54,7 +54,7 @@ def test_recall_is_pooled_over_cells(records: list[Record]) -> None:
         "numbers in books": 0.0,
         "facts after 2 to 8 turns": 0.5,
     }
-    assert mean_recall(records, "fade:256", "league-needle", {"kind": "needle"}) is None
+    assert mean_recall(records, "fade:256", ("league-needle",), {"kind": "needle"}) is None
 
 
 def test_fading_is_a_score_of_its_own(records: list[Record]) -> None:

@@ -63,7 +63,7 @@ def recall(label: str, slots: str, kind: str, length: int) -> Interval:
     """Over all depths."""
     records = read_results([pages.ROOT / "results" / "gemma.jsonl"])
     name = policy(label, int(slots.replace(",", "")) if slots else None)
-    interval = mean_recall(records, name, "needle", {"kind": kind, "length": length})
+    interval = mean_recall(records, name, ("needle",), {"kind": kind, "length": length})
     assert interval is not None, (label, slots)
     return interval
 

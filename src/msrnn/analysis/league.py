@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HALVES = ("league-choosing", "league-reporting")
-RECALL: dict[str, tuple[str, dict[str, object]]] = {
-    "passkeys": ("league-needle", {"kind": "passkey"}),
-    "numbers in books": ("league-needle", {"kind": "needle"}),
-    "facts after 2 to 8 turns": ("league-turns", {"turns": (2, 4, 8)}),
+_TURNS = ("league-turns", "turns")  # the same conversations; built-in policies have them with the other tasks
+RECALL: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "passkeys": (("league-needle",), {"kind": "passkey"}),
+    "numbers in books": (("league-needle",), {"kind": "needle"}),
+    "facts after 2 to 8 turns": (_TURNS, {"turns": (2, 4, 8)}),
 }
 _COLOURS = ("#12427f", "#d98200", "#2f8f6b")
 _BUILT_IN = ("window", "h2o", "tova", "fade", "full")
@@ -90,12 +91,14 @@ def _paired(statistic: Callable[..., NDArray[np.float64]], *records: Record) -> 
     return bootstrap(columns, value, records[0].seed)
 
 
-def mean_recall(records: Iterable[Record], policy: str, task: str, where: dict[str, object]) -> Interval | None:
-    """Over all cells of a task that are asked for; intervals resample hidden numbers or conversations."""
+def mean_recall(
+    records: Iterable[Record], policy: str, tasks: Sequence[str], where: dict[str, object]
+) -> Interval | None:
+    """Over all cells of the tasks that are asked for; intervals resample hidden numbers or conversations."""
     sums: dict[str, tuple[float, float]] = {}
     for one in records:
         if (
-            one.task == task
+            one.task in tasks
             and one.policy == policy
             and all(_matches(one.cell[key], want) for key, want in where.items())
         ):
@@ -114,7 +117,7 @@ def _matches(value: object, want: object) -> bool:
 
 def league_figure(records: Sequence[Record], path: str | Path) -> Path:
     """The gap to full of every score, and its recall, at the capacity that has most policies."""
-    subset = [one for one in records if one.task.startswith("league-")]
+    subset = [one for one in records if one.task.startswith("league-") or one.task in _TURNS]
     sizes = [int(one.capacity) for one in subset if one.task == HALVES[1] and one.capacity]
     capacity = max(sorted(set(sizes)), key=sizes.count)
     rows = players(subset, capacity)[::-1]
@@ -139,7 +142,7 @@ def _gaps(axes: Axes, rows: Sequence[Player]) -> None:
         axes.plot([max(low, 1e-3), high], [place, place], color=colour, linewidth=1.2)
         axes.plot(row.gap.value, place, "o", color=colour, markersize=5)
     axes.set_xlim(left=0)
-    axes.set_xlabel("perplexity above full attention (PG-19, reporting half; blue: built in, orange: rule)", fontsize=9)
+    axes.set_xlabel("perplexity above full attention (PG-19, held-out books; blue: built in, orange: rule)", fontsize=9)
 
 
 def _recalls(axes: Axes, rows: Sequence[Player]) -> None:
@@ -154,7 +157,7 @@ def _recalls(axes: Axes, rows: Sequence[Player]) -> None:
     axes.set_xlim(-0.03, 1.03)
     axes.set_xlabel("recall", fontsize=9)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="lower right", frameon=False)
+        axes.legend(fontsize=8, loc="upper right", frameon=False)
 
 
 def league_table(records: Sequence[Record], capacity: int) -> str:
