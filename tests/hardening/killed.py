@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import msrnn
 from msrnn.budgets.calibrate import Meter, Settings, calibrate, chunks_of
@@ -151,5 +153,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(500, exit=True)  # a process that hangs says where
     torch.set_num_threads(1)
     os.environ["MSRNN_COMMIT"] = "tests"  # no git: what a killed process has started lives on
+    tqdm.set_lock(RLock())  # its own is shared by forks: one that is killed with it would stop all others
+    tqdm.monitor_interval = 0  # no thread that may hold the lock during a fork
     {"saving": saving, "eval": evaluating, "calibrate": calibrating}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
     print("done")
