@@ -75,7 +75,7 @@ def tiny(tmp_path):
     [
         (LLAMA, {"speculative_config": NGRAM}, "speculative decoding takes tokens back"),
         (LLAMA, {"kv_transfer_config": CONNECTOR}, "KV connectors move blocks of tokens"),
-        (LLAMA, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        (LLAMA, {"kv_cache_dtype": "fp8"}, "states are stored in the model's dtype"),
         (DEEPSEEK, {}, "latent attention"),
         (LFM2, {}, "recurrent layers beside attention"),
     ],
