@@ -279,7 +279,7 @@ def test_layers_share_their_indices_and_read_nothing_back(monkeypatch, text):
 def test_a_warm_up_needs_no_blocks_of_vllms(together, monkeypatch):
     """What runs in vLLM's memory profile on a GPU: reads and steps on memory of its own."""
     monkeypatch.setattr(head_groups, "_together", lambda _: together)
-    monkeypatch.setattr(warmup, "_done", {})
+    monkeypatch.setattr(warmup, "_token_counts", {})
     for text in ("tova:48", "h2o:48,gain=value_norm", "fade:30|fade:48|fade:30"):
         layout = Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
         new = [torch.randn(256, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]

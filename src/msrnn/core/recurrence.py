@@ -20,7 +20,7 @@ from .attention import Attention, OutOfRange, weighted_sum
 from .slots import NEVER, Columns, Slots, decides_by_age, expiry_by_age, lowest_empty
 from .workspace import Workspace
 
-CHUNK, GPU_CHUNK = 128, 256  # tokens whose evictions are one scan; a GPU takes longer to launch it than to run it
+CHUNK, GPU_CHUNK = 128, 256  # tokens of a chunk; more on a GPU, where launches take most of the time
 Prompt = Literal["recurrent", "oneshot"]
 OnEvict = Callable[[Tensor, Tensor], None]  # positions [B, U, N] and expiry [B, U, N] of a chunk's columns
 

@@ -24,7 +24,7 @@ from .lanes import PIECE
 from .read_graphs import capture, without_graphs
 from .reads import GRAPHS, ROWS, TAILS, graph_shapes
 
-_done: dict[tuple[object, ...], int] = {}
+_token_counts: dict[tuple[object, ...], int] = {}  # the most tokens of a warm-up, by what layers alike share
 seconds: defaultdict[str, float] = defaultdict(float)  # what the warm-up took so far, by part
 
 
@@ -59,8 +59,8 @@ def warm_up(
 def _is_new(layout: Layout | PartLayout, attention: Attention, tokens: int) -> bool:
     """Whether nothing alike was warmed up with as many tokens; from now on it was."""
     alike = (layout, attention.scale, attention.softcap, attention.window, attention.sinks is None, attention.sharded)
-    before = _done.get(alike, 0)
-    _done[alike] = max(before, tokens)
+    before = _token_counts.get(alike, 0)
+    _token_counts[alike] = max(before, tokens)
     return before < tokens
 
 
