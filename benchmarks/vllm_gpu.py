@@ -44,7 +44,7 @@ class Load(NamedTuple):
     new: int
     attention: str = "steady"
     target: str = ""
-    once: bool = False  # it takes a minute or more
+    long: bool = False  # it takes a minute or more
 
     @property
     def name(self) -> str:
@@ -61,9 +61,9 @@ LOADS = [
     Load(1, 65536, 1, "steady", "time at most 1.1 x stock"),
     Load(1, 4096, 1, "flat", "time at most 5 x stock"),
     Load(96, 1024, 64, "steady", "step at most 1 x stock"),
-    Load(384, 2048, 1024, "steady", "throughput at least 2 x stock, nobody preempted", once=True),
-    Load(256, 1024, 2048, "steady", "throughput at least 1.6 x stock, nobody preempted", once=True),
-    Load(96, 4096, 1, "flat", "time at most 1.5 x stock", once=True),
+    Load(384, 2048, 1024, "steady", "throughput at least 2 x stock, nobody preempted", long=True),
+    Load(256, 1024, 2048, "steady", "throughput at least 1.6 x stock, nobody preempted", long=True),
+    Load(96, 4096, 1, "flat", "time at most 1.5 x stock", long=True),
 ]
 
 
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
+    parser.add_argument("--long-rounds", type=int, default=1, help="rounds of loads that take a minute or more")
     parser.add_argument("--kernels", nargs="+", default=[], help="loads whose kernels are recorded, after all others")
     parser.add_argument("--wait", help="begin to measure when this file is gone; see --together")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
@@ -185,9 +186,12 @@ def start_parts(llm: Any) -> dict[str, Any]:
 
 
 def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
-    """Every load once, then again in further rounds but for the long ones; steady attention first."""
-    turns = [(turn, load) for turn in range(options.rounds) for load in chosen(options)]
-    turns = [(turn, load) for turn, load in turns if not turn or not (load.once or load.name in options.once)]
+    """Every load once, then again in further rounds, long ones in fewer; steady attention first."""
+
+    def count(load: Load) -> int:
+        return 1 if load.name in options.once else options.long_rounds if load.long else options.rounds
+
+    turns = [(turn, load) for turn in range(options.rounds) for load in chosen(options) if turn < count(load)]
     return sorted(turns, key=lambda pair: pair[1].attention == "flat")
 
 

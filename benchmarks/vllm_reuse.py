@@ -6,7 +6,7 @@
 Prompts share a text and end differently. Each round has a text of its own: one request reads it, two more begin with
 it; one request runs at a time. A second engine has no pool and answers the last prompt of each round: its times show
 what a read costs that is not cut where states are kept. With trained weights both answers must be equal, token for
-token.
+token. `--many N`: then N prompts at once that share nothing, which is what the pool costs where it finds nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
-SETTINGS = ("policy", "shared", "tail", "new", "rounds", "shape", "budget")
+SETTINGS = ("policy", "shared", "tail", "new", "rounds", "shape", "budget", "many", "length")
 
 
 def main() -> None:
@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch")
+    parser.add_argument("--many", type=int, default=0, help="prompts at once that share nothing, measured at the end")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each of these")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "vllm.jsonl")
     parser.add_argument("--one", choices=["pool", "none"], help=argparse.SUPPRESS)
@@ -75,6 +77,7 @@ def compare(pool: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
         "times_sooner": round(median(first) / median(again), 2),
         "times_sooner_than_without": round(median(uncut) / median(again), 2),
         "runs_s": {"first": first, "again": again, "without_pool": uncut},
+        "many_s": {"pool": pool["many"], "without_pool": none["many"]},
         "tokens_reused": pool["hits"],
         "equal": all(one["tokens"] == two["tokens"] for one, two in pairs),
     }
@@ -113,15 +116,16 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
             if turn >= 0:
                 runs.append({"turn": number, "seconds": round(seconds, 4), "tokens": tokens})
     hits = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits"]
-    return {"runs": runs, "hits": sum(hits)}
+    return {"runs": runs, "hits": sum(hits), "many": [many(llm.llm_engine, options, turn) for turn in range(-1, 3)][1:]}
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     from msrnn.hf.load import bundled
 
-    length = options.shared + options.tail + options.new
-    common = {"max_model_len": length, "max_num_batched_tokens": options.budget, "max_num_seqs": 16}
+    length = max(options.shared + options.tail + options.new, options.length + 1 if options.many else 0)
+    common = {"max_model_len": length, "max_num_batched_tokens": options.budget, "max_num_seqs": max(16, options.many)}
     common |= {"disable_log_stats": False, "enable_prefix_caching": False}
+    common |= {"long_prefill_token_threshold": 512, "long_prefill_token_threshold_adaptive": True}  # as msrnn serve
     if options.shape is None:
         return common | {"model": str(bundled()), "dtype": "float32", "enforce_eager": True} | _memory()
     from msrnn.bench.shapes import config
@@ -132,11 +136,11 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     shape.save_pretrained(folder)
     sizes = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     common |= {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
-    return common | {"compilation_config": sizes} | _memory()
+    return common | {"compilation_config": sizes} | _memory(8)
 
 
-def _memory() -> dict[str, float]:
-    return {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.25}
+def _memory(gib: int = 2) -> dict[str, float]:
+    return {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": 0.25}
 
 
 def prompts(options: argparse.Namespace, turn: int) -> list[list[int]]:
@@ -171,6 +175,22 @@ def answer(engine: Any, prompt: list[int], new: int) -> tuple[float, list[int]]:
             tokens = list(output.outputs[0].token_ids)
             seconds = seconds or time.perf_counter() - start
     return seconds, tokens
+
+
+def many(engine: Any, options: argparse.Namespace, turn: int) -> float | None:
+    """Seconds until each of many prompts that share nothing has its first token."""
+    from vllm import SamplingParams
+
+    if not options.many:
+        return None
+    generator, sampling = random.Random(f"many {turn}"), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    for number in range(options.many):
+        prompt = [generator.randrange(1000, 9000) for _ in range(options.length)]
+        engine.add_request(f"many {turn} {number}", {"prompt_token_ids": prompt}, sampling)
+    start = time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+    return round(time.perf_counter() - start, 4)
 
 
 if __name__ == "__main__":
