@@ -125,10 +125,12 @@ def league(halves: Halves, capacity: int, scores_only: bool) -> list[str]:
     return players
 
 
-def with_all_rules(players: Sequence[str], capacity: int) -> list[str]:
-    """A rule whose perplexity is not measured yet stands in fade's frame, the better one of every rule so far."""
-    present = {split_policy(policy).kind.split("-")[0] for policy in players}
-    return [*players, *(sized(frames(rule)[0], capacity) for rule in RULES if rule not in present)]
+def with_everybody(players: Sequence[str], capacity: int) -> list[str]:
+    """Also those whose perplexity is not measured here; a rule stands in fade's frame, the better one of every rule."""
+    built_in = [sized(kind, capacity) for kind in (*BUILT_IN, *FADING)]
+    everybody = [*players, *(policy for policy in built_in if policy not in players)]
+    present = {split_policy(policy).kind.split("-")[0] for policy in everybody}
+    return [*everybody, *(sized(frames(rule)[0], capacity) for rule in RULES if rule not in present)]
 
 
 def table(halves: Halves, players: Sequence[str], capacity: int) -> str:
@@ -252,9 +254,10 @@ def main() -> None:
         players = league(halves, capacity, arguments.scores)
         print(f"\n{capacity} slots, {len(losses.texts)} books\n{table(halves, players, capacity)}\n", flush=True)
         measured = [sized(kind, capacity) for kind in kinds(arguments.scores)]
-        save(arguments.out, half_records(halves, [p for p in measured if p in losses.measurements], settings))
+        if "full" in losses.measurements:
+            save(arguments.out, half_records(halves, [p for p in measured if p in losses.measurements], settings))
         if arguments.recall and not arguments.scores:
-            players = with_all_rules(players, capacity)
+            players = with_everybody(players, capacity)
             players = [policy for name in arguments.players for policy in players if policy.startswith(name)]
         for task in arguments.tasks if capacity == arguments.capacity[0] else ():
             recall(task, players, arguments, model, tokenizer, deadline)

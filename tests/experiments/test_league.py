@@ -64,15 +64,43 @@ def test_the_league_resumes_and_makes_a_table(
     assert names == {"tova", "fade", "key_norm", "lagged"}
 
 
-def test_a_rule_without_a_perplexity_stands_in_fades_frame() -> None:
+def test_everybody_takes_part_without_a_perplexity_and_rules_stand_in_fades_frame() -> None:
     import league
 
     players = ["tova:256", "fade:256", "random:256", "window_attention-head:256,last=1/2"]
-    others = league.with_all_rules(players, 256)[len(players) :]
-    assert "redundancy-head+4:256,last=1/2" in others
-    assert "lagged-head+4:256,last=1/2" in others
+    everybody = league.with_everybody(players, 256)
+    others = everybody[len(players) :]
+    assert everybody[: len(players)] == players
+    assert {"redundancy-head+4:256,last=1/2", "lagged-head+4:256,last=1/2", "h2o:256"} <= set(others)
+    assert {"tova:256,gain=value_norm", "output_aware-head:256,last=1/2,momentum=1-1.5/k"} <= set(others)
     assert not any(policy.startswith(("random", "window_attention")) for policy in others)
-    assert len(others) == len(league.RULES) - 2
+    assert len(set(everybody)) == len(everybody) == len(league.BUILT_IN) + len(league.RULES)
+
+
+def test_recall_alone_measures_no_perplexity(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import league
+
+    monkeypatch.setattr(league, "TURNS", league.turns.Settings(turns=(0, 2), tokens_per_turn=20, conversations=2))
+    out = tmp_path / "league.jsonl"
+    options = ["--data", str(data), "--model", model, "--length", "64", "--chunks", "1", "--out", str(out)]
+    run(
+        league,
+        monkeypatch,
+        *options,
+        "--capacity",
+        "16",
+        "--tasks",
+        "turns",
+        "--recall",
+        "--players",
+        "lagged",
+        "fade:16,",
+    )
+    results = read_records(out)
+    assert {one.task for one in results} == {"league-turns"}
+    assert {one.policy for one in results} == {"lagged-head+4:16,last=1/2", "fade:16,gain=value_norm", "full"}
 
 
 def test_chunks_begin_with_bos_where_there_is_one(data: Path, model: str) -> None:
