@@ -68,7 +68,7 @@ def test_a_cache_of_it_really_takes_no_more(dtype: torch.dtype, slots: int) -> N
 def test_sizes_may_be_fractions_and_bytes() -> None:
     model = tiny_llama(hidden_size=512)  # a head size of 128
     assert resolution("best:1/8", model) == resolution("best:32", model)
-    assert resolution("best:1/8", model, length=1024) == resolution("best:128", model)
+    assert resolution("best:1/8", model, length=1024) == resolution("best:128", model, length=1024)
     limit = resolution("best:32", model).limit_bytes
     assert resolution(f"best:{limit}B", model) == resolution("best:32", model)
     assert resolution("BEST:32", model).policy == resolution("best:32", model).policy
@@ -156,6 +156,16 @@ def test_a_profile_by_kv_head_comes_first_and_takes_no_more_bytes(shipped: str, 
     assert caches[0].nbytes <= caches[1].nbytes == best.limit_bytes
     assert [resolution("best:16", model, length=length).profile for length in (256, 257)] == ["a-by-head", shipped]
     assert not msrnn.cache(model, "best:16", length=257).plan.by_head  # beyond the trained context
+
+
+def test_beyond_the_trained_context_an_eighth_of_the_slots_may_hold_old_tokens(shipped: str) -> None:
+    model = tiny_llama()
+    within, beyond = (msrnn.cache(model, "best:16", length=length).plan for length in (256, 257))
+    assert [policy.last for policy in within] == [policy.capacity // 2 for policy in within]
+    assert [policy.last for policy in beyond] == [policy.capacity * 7 // 8 for policy in beyond]
+    assert [policy.capacity for policy in beyond] == [policy.capacity for policy in within]
+    assert str(resolve("best:16,kv=k8v4", model, length=257)).startswith("fade:")
+    assert ",last=7/8" in str(resolve("best:16", tiny_llama(seed=1), length=257))  # without a profile too
 
 
 def test_a_configuration_finds_the_profile_by_its_files_or_else_by_its_name(shipped: str, tmp_path: Path) -> None:

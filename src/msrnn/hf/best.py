@@ -22,6 +22,7 @@ from .geometry import Geometry, geometry, text_config
 from .identity import check_profile, fits
 
 _FEW = 640  # slots: with more of them, 4-bit values lose more than their slots gain (docs/budgets.md)
+_BEYOND = "last=7/8"  # beyond the trained context old tokens do harm, so few slots are for them (docs/results.md)
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ def resolution(
     asked = recommended(split_policy(text))
     if asked.profile:
         check_profile(asked.profile, model, revision)
-    kind = replace(asked, profile=None)
+    beyond = length is not None and context is not None and length > context
+    kind = replace(asked, profile=None, kind=f"{asked.kind},{_BEYOND}" if beyond else asked.kind)
     if _kv(kind) is None:
         kind = _with_format(kind, budget)
     slots = budget.slots(kind)
-    beyond = length is not None and context is not None and length > context
     profile = asked.profile or _shipped(model, slots, revision, by_layer=beyond)
     if profile:
         kind = replace(kind, profile=profile)
