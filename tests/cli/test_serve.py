@@ -40,6 +40,7 @@ def test_options_on_both_sides_of_the_model_count_as_if_on_one(served_model, sta
         (["--long-prefill-token-threshold", "64"], []),
         (["--long_prefill_token_threshold=64"], []),
         (["--no-enable-chunked-prefill"], []),
+        (["--disable-chunked-prefill"], []),
     ],
 )
 def test_on_a_gpu_a_batch_takes_pieces_of_many_prompts(served_model, started, monkeypatch, options, pieces):

@@ -87,7 +87,7 @@ def test_kv_heads_with_budgets_go_to_processes_whole(served_model, started, tmp_
             run(*arguments, *option)
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0"])
 def test_a_vllm_nobody_tried_is_refused(version, monkeypatch):
     monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
     with pytest.raises(Refused, match=f"vLLM {version} was never tried"):

@@ -126,7 +126,7 @@ def test_only_tested_versions_of_vllm_are_accepted(monkeypatch):
     monkeypatch.delenv("MSRNN_ANY_VLLM", raising=False)
     for known in KNOWN:
         check_version(f"{known}.0")
-    for version in ("0.29.1", "0.33.0", "0.320.0", "1.0.0"):
+    for version in ("0.29.1", "0.34.0", "0.320.0", "1.0.0"):
         with pytest.raises(Refused, match=f"vLLM {version} was never tried"):
             check_version(version)
     monkeypatch.setenv("MSRNN_ANY_VLLM", "1")

@@ -30,7 +30,7 @@ class VllmOptions:
             parser.add_argument(f"--{name}")
         parser.add_argument("--port", default="8000")
         parser.add_argument("--api-key", nargs="*")
-        parser.add_argument("--no-enable-chunked-prefill", action="store_true")
+        parser.add_argument("--no-enable-chunked-prefill", "--disable-chunked-prefill", action="store_true")
         parser.add_argument("--trust-remote-code", action="store_true")
         options = [_with_dashes(option) for option in rest]
         file = parser.parse_known_args(options)[0].config

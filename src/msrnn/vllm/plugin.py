@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError, entry_points
+from typing import Any
 
-from . import settings
+from . import POLICY, settings
 
-KNOWN = ("0.30", "0.31", "0.32")
+KNOWN = ("0.30", "0.31", "0.32", "0.33")
 _RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 BACKEND = "msrnn.vllm.backend.BoundedBackend"
 
@@ -27,8 +29,33 @@ def install() -> None:
     for backend in AttentionBackendEnum:
         register_backend(backend, BACKEND)
     selector._cached_get_attn_backend.cache_clear()  # it may remember an earlier engine's choice in this process
+    refuse_other_specs()
     prefixes = set(filter(None, os.environ.get(_RAY, "").split(",")))
     os.environ[_RAY] = ",".join(sorted(prefixes | {"MSRNN_"}))  # the policy must reach workers on other machines
+
+
+@cache
+def refuse_other_specs() -> None:
+    """Extend vLLM's check of all layers' KV cache specs, once per process: every one must be ours.
+
+    A model may name its attention backend itself and never ask for the one that is registered (Step5, openPangu).
+    """
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    check = KVCacheSpecRegistry.check_kv_cache_spec_registry
+
+    def check_bounded(specs: dict[str, Any]) -> None:
+        from .spec import BoundedSpec
+
+        check(specs)
+        for name, spec in specs.items() if os.environ.get(POLICY) else ():
+            if not isinstance(spec, BoundedSpec):
+                raise Refused(
+                    f"msrnn cannot bound this: {name} has a {type(spec).__name__} of vLLM. The model names a backend "
+                    f"of its own, or {POLICY} did not reach a worker; use another model, or set it on every node"
+                )
+
+    KVCacheSpecRegistry.check_kv_cache_spec_registry = staticmethod(check_bounded)
 
 
 def vllm_version() -> str:
