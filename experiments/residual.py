@@ -4,12 +4,14 @@
 
 A rule gives scores and cannot change what is attended to, so this is a plain loop beside the recurrence: `fade` by KV
 head, token by token, with the last of its slots given to the residual. When a token leaves, the residual's key and
-value become their mean with all that left before, each step back weighing `decay` times as much. On the choosing half
-of the books (see books.py), at equal memory; plain `fade` through the same loop must give the library's own figures.
+value become their mean with all that left before, each step back weighing `decay` times as much. It has the weight of
+one token, or with --by-number that of the (decayed) number of tokens in it. On the choosing half of the books (see
+books.py), at equal memory; plain `fade` through the same loop must give the library's own figures.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -48,23 +50,26 @@ class Loop:
 
     capacity: int
     decay: float | None = None
+    by_number: bool = False  # the residual has the weight of as many tokens as are in it
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
     ) -> Any:
+        dtype = torch.promote_types(query.dtype, torch.float32)  # scores that decay need more than 16 bits
+        key, value = key.to(dtype), value.to(dtype)
         state = _State(self, key, value)
-        grouped = query.view(*key.shape[:2], -1, *query.shape[2:])  # [B, G, M, T, D]
+        grouped = query.to(dtype).view(*key.shape[:2], -1, *query.shape[2:])  # [B, G, M, T, D]
         rows = [
             state.step(grouped[:, :, :, t], key[:, :, t], value[:, :, t], t, scaling) for t in range(query.shape[2])
         ]
-        return torch.stack(rows, 1).flatten(2, 3), None  # [B, T, H, D]
+        return torch.stack(rows, 1).flatten(2, 3).to(query.dtype), None  # [B, T, H, D]
 
 
 class _State:
     """keys, values [B, G, S, D], positions and scores [B, G, S], the next slot [B, G, 1], the residual [B, G, D]."""
 
     def __init__(self, loop: Loop, key: Tensor, value: Tensor) -> None:
-        self.policy, self.decay = fade(loop.capacity), loop.decay
+        self.policy, self.decay, self.by_number = fade(loop.capacity), loop.decay, loop.by_number
         self.tokens = loop.capacity - (loop.decay is not None)
         shape = (*key.shape[:2], self.tokens + 1)
         self.keys, self.values = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])
@@ -82,6 +87,8 @@ class _State:
         logits = query @ self.keys.transpose(2, 3) * scaling
         logits = logits.masked_fill((self.positions < 0)[:, :, None], -torch.inf)
         extra = query @ self.residual[0][..., None] * scaling
+        if self.by_number and self.mass:
+            extra = extra + math.log(self.mass)
         weights = torch.cat([logits, extra if self.mass else torch.full_like(extra, -torch.inf)], -1).softmax(-1)
         held, rest = weights[..., :-1], weights[..., -1:]
         output = held @ self.values + rest * self.residual[1][:, :, None]
@@ -122,6 +129,7 @@ def main() -> None:
     parser = options(__doc__ or "", "results/league.jsonl")
     parser.add_argument("--capacity", type=int, action="append", required=True)
     parser.add_argument("--decay", type=float, action="append", help="default: 1 (all that left), 0.98, 0.9")
+    parser.add_argument("--by-number", action="store_true", help="the residual weighs as much as the tokens in it")
     parser.set_defaults(length=2048, chunks=1)
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments)
@@ -152,8 +160,8 @@ def main() -> None:
         results[f"fade:{size}"] = sums(f"fade:{size}", None)
         results[f"fade:{size} in the loop"] = sums(f"fade:{size} in the loop", Loop(size))
         for decay in arguments.decay or (1.0, 0.98, 0.9):
-            label = f"fade:{size} with a residual slot, decay {decay:g}"
-            results[label] = sums(label, Loop(size, decay))
+            label = f"fade:{size} with a residual slot, decay {decay:g}{', by number' * arguments.by_number}"
+            results[label] = sums(label, Loop(size, decay, arguments.by_number))
             gap = interval(lambda f, a, b: (b - f) / (a - f), results["full"], results[f"fade:{size}"], results[label])
             print(f"{label}: {show(gap)} of fade's gap", flush=True)
     save(arguments.out, [_record(arguments, model, label, sums, measurements) for label, sums in results.items()])

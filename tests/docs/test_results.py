@@ -77,10 +77,10 @@ def far(task: str, label: str, start: int, end: int) -> float:
     return math.exp(sum(nats) / len(nats) / 1000)
 
 
-@pytest.mark.parametrize("task,place", [("far-all", 1), ("far-choosing", 2)])
-def test_far_beyond_it_in_the_same_bytes(task: str, place: int) -> None:
+@pytest.mark.parametrize("task,place,policies", [("far-reporting", 1, 2), ("far-all", 2, 4), ("far-choosing", 3, 4)])
+def test_far_beyond_it_in_the_same_bytes(task: str, place: int, policies: int) -> None:
     header, *rows = tables("Beyond the trained length")[place]
-    assert len(rows) == 4
+    assert len(rows) == policies
     for label, *cells in rows:
         for title, cell in zip(header[1:], cells, strict=True):
             if title.startswith("slots older"):
@@ -246,10 +246,10 @@ def test_quantised_caches_of_peers() -> None:
     assert states["best:631"] < 14.1
 
 
-def test_caches_in_vllm() -> None:
-    records = {(one["policy"], one["metric"]): one["value"] for one in load("part/peers_vllm")}
-    header, *rows = tables("Peers")[-1]
-    assert header[0] == "in vLLM"
+@pytest.mark.parametrize("file,title", [("peers_vllm", "in vLLM"), ("peers_vllm_bytes", "in the bytes of fp8")])
+def test_caches_in_vllm(file: str, title: str) -> None:
+    records = {(one["policy"], one["metric"]): one["value"] for one in load(f"part/{file}")}
+    _, *rows = next(table for table in tables("Peers") if table[0][0] == title)
     full, plain = records["vllm full", "perplexity"], 4096 * 30 * 3 * 64 * 2 * 2 / 2**20
     states = {"vllm full": plain, "vllm fp8": plain / 2}
     assert {label for label, *_ in rows} == {policy for policy, _ in records}
@@ -267,8 +267,7 @@ def test_caches_in_vllm() -> None:
 
 def test_time_of_peers_on_a_cpu() -> None:
     records = {(one["policy"], one["metric"]): one["value"] for one in load("part/peers_cpu")}
-    header, *rows = tables("Peers")[-2]
-    assert header[0] == "on a CPU"
+    _, *rows = next(table for table in tables("Peers") if table[0][0] == "on a CPU")
     assert {label for label, *_ in rows} == {policy for policy, _ in records}
     for label, prefill, step in rows:
         assert close(prefill, records[label, "prefill seconds"])

@@ -131,19 +131,21 @@ def test_the_loop_without_a_residual_is_fade(llama: Any) -> None:
     assert not torch.allclose(plain, residual.loop_nll(model, ids, residual.Loop(8, decay=0.9)))
 
 
-def test_the_residual_is_a_decaying_mean_of_what_left() -> None:
+@pytest.mark.parametrize("by_number", [False, True])
+def test_the_residual_is_a_decaying_mean_of_what_left(by_number: bool) -> None:
     """Three slots, of which one is the residual; with equal weights the older of two free tokens has more attention."""
     import residual
 
     rows = torch.arange(1.0, 6.0).view(1, 1, 5, 1)
-    state = residual._State(residual.Loop(3, decay=0.5), rows, rows)
+    state = residual._State(residual.Loop(3, 0.5, by_number), rows, rows)
     outputs = [
         state.step(torch.zeros(1, 1, 1, 1), rows[:, :, t], rows[:, :, t], t, 1.0).item() for t in range(rows.shape[2])
     ]
     assert outputs[:3] == pytest.approx([1, 1.5, 2])
     assert outputs[3] == pytest.approx((1 + 2 + 3 + 4) / 4)  # 2 left, and is the whole residual
     mean = (0.5 * 2 + 3) / 1.5
-    assert outputs[4] == pytest.approx((1 + mean + 4 + 5) / 4)
+    weight = 1.5 if by_number else 1
+    assert outputs[4] == pytest.approx((1 + weight * mean + 4 + 5) / (3 + weight))
 
 
 @pytest.mark.slow
