@@ -46,6 +46,7 @@ def until_shown(page, tokens: int) -> None:
 
 def all_shown(page) -> None:
     """Until the playhead has reached the last token."""
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     page.click("#live", force=True)
     expect(page.locator("#live")).to_be_disabled()
 

@@ -151,6 +151,7 @@ class App {
     if (document.activeElement !== time || this.playing) time.value = shown;
     const total = run.meta.kind === "text" && run.meta.total ? ` of ${countOf(run.meta.total)}` : "";
     $("clock").textContent = `${countOf(shown)}${total} tokens`;
+    $("live").disabled = shown === this.head;
   }
 
   // What nobody needs sixty times a second.
@@ -165,7 +166,6 @@ class App {
     this.slots.refresh();
     if (this.selected !== null) this.showToken();
     if (this.hovered) this.tip.show(run, this.hovered.token < shown ? this.hovered : null, shown);
-    $("live").disabled = shown === this.head;
     $("save-png").disabled = $("save-html").disabled = !shown;
   }
 
