@@ -5,8 +5,8 @@
 A rule gives scores and cannot change what is attended to, so this is a plain loop beside the recurrence: `fade` by KV
 head, token by token, with the last of its slots given to the residual. When a token leaves, the residual's key and
 value become their mean with all that left before, each step back weighing `decay` times as much. It has the weight of
-one token, or with --by-number that of the (decayed) number of tokens in it. On the choosing half of the books (see
-books.py), at equal memory; plain `fade` through the same loop must give the library's own figures.
+one token, or with --by-number that of the (decayed) number of tokens in it. On one half of the books (see books.py),
+at equal memory; plain `fade` through the same loop must give the library's own figures.
 """
 
 from __future__ import annotations
@@ -130,14 +130,15 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, action="append", required=True)
     parser.add_argument("--decay", type=float, action="append", help="default: 1 (all that left), 0.98, 0.9")
     parser.add_argument("--by-number", action="store_true", help="the residual weighs as much as the tokens in it")
+    parser.add_argument("--half", choices=("choosing", "reporting"), default="choosing")
     parser.set_defaults(length=2048, chunks=1)
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments)
-    books = novels(tokenizer, split(arguments.data)[0], arguments.length, arguments.chunks)
+    books = novels(tokenizer, split(arguments.data)[arguments.half == "reporting"], arguments.length, arguments.chunks)
     names = [name for name, part in books.items() for _ in part]
     ids = torch.cat(list(books.values()))
     about = {"model": profile_identity(model)["name"], "dtype": str(model.dtype), "books": names}
-    path = measurements_path(arguments, "residual")
+    path = measurements_path(arguments, f"residual-{arguments.half}")
     measurements = Measurements(path, about | {"length": arguments.length, "chunks": arguments.chunks})
 
     def sums(label: str, loop: Loop | None) -> Sums:
@@ -189,8 +190,8 @@ def _record(arguments: Any, model: Any, label: str, sums: Sums, measurements: Me
         date=provenance.now(),
         seconds=measurements[label]["seconds"],
         peak_bytes=0,
-        run=f"residual-{arguments.length}-{arguments.chunks}",
-        settings={"length": arguments.length, "chunks": arguments.chunks, "half": "choosing"},
+        run=f"residual-{arguments.half}-{arguments.length}-{arguments.chunks}",
+        settings={"length": arguments.length, "chunks": arguments.chunks, "half": arguments.half},
         parts={name: {"nll": nats, "tokens": count} for name, (nats, count) in sums.items()},
         command=provenance.command(),
     )
