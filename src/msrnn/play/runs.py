@@ -73,6 +73,7 @@ class Run:
         self._due = 0.0
         self._rate: deque[tuple[float, int]] = deque(maxlen=12)
         self._answers = 0
+        self._working = False
 
     # what pages do
 
@@ -108,7 +109,7 @@ class Run:
                 self.lease = time.monotonic() + (HOLD if action == "hold" else GRACE)
             else:
                 raise Refused(f"unknown action {action!r}")
-            if self.reading is not None and not self.finished:
+            if self.reading is not None and not self.finished and not self._working:
                 self._settle()
             self._touch()
 
@@ -150,6 +151,14 @@ class Run:
 
     def work(self, models: Models) -> None:
         """One unit of work: about a piece, so that pauses and other runs wait no longer."""
+        self._working = True  # a pause is told when the piece under way has been read
+        try:
+            self._work(models)
+        finally:
+            self._working = False
+        self._settle()
+
+    def _work(self, models: Models) -> None:
         if self.reading is None:
             self._prepare(models)
         elif self._job is not None:
@@ -161,7 +170,6 @@ class Run:
             self._job = self._reply(self.says.popleft())
         else:
             self._read()
-        self._settle()
 
     def _settle(self) -> None:
         """The state that pages are told."""
@@ -219,10 +227,12 @@ class Run:
         if kind == TEMPLATE:
             size = PIECE
         elif self.paused:
-            size, self.steps = 1, self.steps - 1
+            size, self.steps = min(1, self.steps), max(0, self.steps - 1)
         ids: list[int] = []
         while self._pending and len(ids) < size and self._pending[0][1] == kind:
             ids.append(self._pending.popleft()[0])
+        if not ids:  # paused since the scheduler asked
+            return
         now = time.monotonic()
         if self.speed is not None and not self.paused:
             self._due = max(self._due, now - 1) + len(ids) / self.speed
