@@ -39,6 +39,8 @@ class Policy:
     `gain` is a factor per slot and KV head (`value_norm`: the norm of its value). `rule` names a research policy, whose
     own score takes the place of weight x gain (`msrnn/rules/`, or the path of a Python file). `kv` is the format of
     the slots: 8-bit keys and values (`int8`), 8-bit keys and 4-bit values (`k8v4`), or the model's own dtype.
+    `residual`: tokens that leave join one mean key and value per KV head, which is attended to with the weight of the
+    number of tokens in it; with each new one, those before count `residual` times as much.
     """
 
     capacity: int | None
@@ -49,6 +51,7 @@ class Policy:
     gain: Gain | None = None
     rule: str | None = None
     kv: KV | None = None
+    residual: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -64,6 +67,10 @@ class Policy:
             raise ValueError(f"momentum is {self.momentum!r}; it must lie from 0 (TOVA) to 1 (H2O)")
         if self.rule is not None and self.gain:
             raise ValueError(f"{self.rule} is a rule with a score of its own; it takes no gain")
+        if self.residual is not None and (not isinstance(self.residual, int | float) or not 0 <= self.residual <= 1):
+            raise ValueError(
+                f"residual is {self.residual!r}; it must lie from 0 (the last that left) to 1 (all equally)"
+            )
         if self.capacity is None:
             return
         if not _is_whole(self.capacity) or self.capacity < 1:
@@ -83,6 +90,11 @@ class Policy:
     def blind(self) -> bool:
         """No attention weight is ever needed: nothing leaves, or exactly one token is free to."""
         return self.capacity is None or self.first + self.last == self.capacity
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether it has kernels beside plain PyTorch."""
+        return self.rule is None and self.residual is None
 
     def __str__(self) -> str:
         name, changes = in_words(self)
@@ -118,6 +130,11 @@ def fade(capacity: int, first: int = 0, scope: Scope = "kv_head") -> Policy:
     than H2O at every capacity from 64 to 1,024 (docs/budgets.md).
     """
     return Policy(capacity, first=first, last=capacity // 2, momentum=decay(1.5, capacity), scope=scope)
+
+
+def blend(capacity: int, first: int = 0, scope: Scope = "kv_head") -> Policy:
+    """`fade` with a residual: what leaves is blended into one key and value, which forget as fast as scores do."""
+    return replace(fade(capacity, first, scope), residual=decay(1.5, capacity))
 
 
 def decay(rate: float, capacity: int) -> float:
@@ -274,12 +291,14 @@ class _Form:
             return h2o(capacity, self.first, self.scope or "kv_head")
         if self.name == "fade":
             return fade(capacity, self.first, self.scope or "kv_head")
+        if self.name == "blend":
+            return blend(capacity, self.first, self.scope or "kv_head")
         if self.name == "tova":
             return tova(capacity, self.first, self.scope or "layer")
         return Policy(capacity, self.first, scope=self.scope or "layer", rule=self.name)
 
 
-_PRESETS = ("full", "window", "h2o", "tova", "fade")
+_PRESETS = ("full", "window", "h2o", "tova", "fade", "blend")
 _SPELLINGS = (*_PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 _DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
 _BYTES = re.compile(r"\d+(\.\d+)?\s*[kmg]?i?b")
@@ -292,7 +311,7 @@ def _rules() -> tuple[str, ...]:
 
 
 def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
-    allowed = ("first", "last", "momentum", "scope", "gain", "kv")
+    allowed = ("first", "last", "momentum", "scope", "gain", "kv", "residual")
     if key not in allowed:
         raise ValueError(f"unknown setting {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
     if key in ("scope", "gain", "kv"):
@@ -300,9 +319,9 @@ def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
     try:
         if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity
             return key, int(Fraction(value) * capacity)
-        if key == "momentum" and (grows := _DECAY.fullmatch(value)) and capacity is not None:
+        if key in ("momentum", "residual") and (grows := _DECAY.fullmatch(value)) and capacity is not None:
             return key, decay(float(grows[1]), capacity)
-        return key, float(value) if key == "momentum" else int(value)
+        return key, float(value) if key in ("momentum", "residual") else int(value)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{key}={value!r} is not a number") from None
 
@@ -362,12 +381,13 @@ def _nearest_preset(policy: Policy) -> tuple[str, Policy]:
         for suffix, scope in (("", "kv_head"), ("-layer", "layer"), ("-query-head", "query_head")):
             options[f"h2o{suffix}{plus}"] = h2o(policy.capacity, policy.first, scope)  # type: ignore[arg-type]
             options[f"fade{suffix}{plus}"] = fade(policy.capacity, policy.first, scope)  # type: ignore[arg-type]
+            options[f"blend{suffix}{plus}"] = blend(policy.capacity, policy.first, scope)  # type: ignore[arg-type]
     options[f"window{plus}"] = window(policy.capacity, policy.first)
 
     def changes(name: str) -> int:
         return sum(getattr(options[name], f.name) != getattr(policy, f.name) for f in fields(policy))
 
-    name = min(options, key=changes)  # the first of equals: tova, h2o, fade, window
+    name = min(options, key=changes)  # the first of equals: tova, h2o, fade, blend, window
     return name, options[name]
 
 

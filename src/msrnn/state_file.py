@@ -26,7 +26,7 @@ from .policy import Policy
 from .system.files import load_tensors, save_tensors
 
 _KIND = "msrnn state 2"
-_OPTIONAL = ("scales", "scores", "gains", "memory")
+_OPTIONAL = ("scales", "scores", "gains", "memory", "residual")
 _WINDOWS = "windows"  # metadata: each layer's own sliding window; files of models without any may lack it
 _OWNER = ("dtype", "policy", "prompt mode", "model")  # what a state belongs to, in the order mismatches are told in
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,22 +34,24 @@ def policies(draw: st.DrawFn) -> Policy:
     scope = draw(st.sampled_from(["layer", "kv_head", "query_head"]))
     gain = draw(st.sampled_from([None, None, "value_norm"]))
     kv = draw(st.sampled_from([None, None, "int8", "k8v4"]))
-    bounded = Policy(capacity, first, last, momentum, scope, gain, kv=kv)
-    rule = Policy(capacity, first, last, scope=scope, rule=draw(st.sampled_from(RULES)), kv=kv)
+    residual = draw(st.sampled_from([None, None, 0.0, 0.9, 1.0]))
+    bounded = Policy(capacity, first, last, momentum, scope, gain, kv=kv, residual=residual)
+    rule = Policy(capacity, first, last, scope=scope, rule=draw(st.sampled_from(RULES)), kv=kv, residual=residual)
     return draw(st.sampled_from([bounded, bounded, bounded, rule, Policy(None, scope=scope, kv=kv)]))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
-    length = draw(st.integers(1, 40))
+    length, policy = draw(st.integers(1, 40)), draw(policies())
+    softcap = None if policy.residual is not None else draw(st.sampled_from([None, None, 2.0]))
     return {
-        "policy": draw(policies()),
+        "policy": policy,
         "length": length,
         "groups": draw(st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)])),
         "chunk": draw(st.integers(1, 17)),
         "splits": sorted(draw(st.sets(st.integers(1, length), max_size=3)) | {length}),
         "window": draw(st.sampled_from([None, None, 1, 2, 5, 12])),
-        "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "softcap": softcap,
         "sinks": draw(st.booleans()),
         "scale": draw(st.sampled_from([0.5, 0.5, 8.0])),  # 8: exponentials overflow without a row maximum
         "seed": draw(st.integers(0, 2**16)),
@@ -94,6 +97,20 @@ def check_row(row: int, out: Tensor, state: Slots, deaths: dict, ref: reference.
         if state.scores is not None and state.limit and rows:
             scores = dict(zip(state.positions[row, unit].tolist(), state.scores[row, unit].tolist(), strict=True))
             assert all(abs(scores[r.position] - r.score) < 1e-9 for r in rows)
+        if state.residual is not None:
+            share = state.residual.shape[1] // len(ref.rows)
+            check_residual(state.residual[row], ref.residuals[unit], range(unit * share, (unit + 1) * share))
+
+
+def check_residual(ours: Tensor, residual: reference.Residual | None, heads: range) -> None:
+    """ours [G, D + V + 1]; heads: those of the unit, of all that are stored."""
+    if residual is None:
+        assert not ours[heads].any()
+        return
+    of = [head * len(residual.key) // len(ours) for head in heads]  # KV heads
+    number = torch.full((len(of), 1), residual.number, dtype=ours.dtype)
+    want = torch.cat([residual.key[of], residual.value[of], number], 1)
+    torch.testing.assert_close(ours[heads], want, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("scan", SCANS)
@@ -105,18 +122,18 @@ def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
     query, key, value = tensors(case["length"], heads, kv_heads, case["seed"])
     sinks = torch.linspace(-1, 1, heads, dtype=torch.float64) if case["sinks"] else None
     attention = Attention(case["scale"], case["softcap"], case["window"], sinks)
-    ref = reference.start(case["policy"], heads, kv_heads)
+    policy = case["policy"] if prompt == "recurrent" else replace(case["policy"], residual=None)
+    ref = reference.start(policy, heads, kv_heads)
     want, start = [], 0
     for end in case["splits"]:
         part = slice(start, end)
-        arguments = (query[0, :, part], key[0, :, part], value[0, :, part], case["policy"], attention)
+        arguments = (query[0, :, part], key[0, :, part], value[0, :, part], policy, attention)
         want.append(reference.run(ref, *arguments, oneshot=prompt == "oneshot"))
         start = end
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MSRNN_OPS", scan)
-        out, state, deaths = chunked(
-            case["policy"], attention, query, key, value, case["splits"], case["chunk"], prompt=prompt
-        )
+        splits, chunk = case["splits"], case["chunk"]
+        out, state, deaths = chunked(policy, attention, query, key, value, splits, chunk, prompt=prompt)
     check_row(0, out[0], state, deaths, ref, torch.cat(want, 1))
 
 
@@ -126,6 +143,7 @@ def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
 @given(case=cases(), data=st.data())
 def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.DataObject) -> None:
     """Rows with padding anywhere (left, right, between) equal their own single runs without it."""
+    policy = case["policy"] if prompt == "recurrent" else replace(case["policy"], residual=None)
     heads, kv_heads = case["groups"]
     query, key, value = tensors(case["length"], heads, kv_heads, case["seed"], batch=3)
     pattern = data.draw(st.lists(st.booleans(), min_size=3 * case["length"], max_size=3 * case["length"]))
@@ -134,15 +152,15 @@ def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.Da
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MSRNN_OPS", scan)
         splits = case["splits"] if prompt == "recurrent" else [case["length"]]
-        out, state, deaths = chunked(case["policy"], attention, query, key, value, splits, case["chunk"], real, prompt)
+        out, state, deaths = chunked(policy, attention, query, key, value, splits, case["chunk"], real, prompt)
     assert out.isfinite().all()
     for row in range(3):
         mine = real[row]
         if not mine.any():
             assert state.held[row].max() == 0
             continue
-        ref = reference.start(case["policy"], heads, kv_heads)
-        arguments = (query[row][:, mine], key[row][:, mine], value[row][:, mine], case["policy"], attention)
+        ref = reference.start(policy, heads, kv_heads)
+        arguments = (query[row][:, mine], key[row][:, mine], value[row][:, mine], policy, attention)
         check_row(
             row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, oneshot=prompt == "oneshot")
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..policy import KV, Policy
 from .formats import scale_count
-from .slots import Slots, keeps_gains, keeps_scores, lowest_empty, slot_count, stored_memory, unit_count
+from .slots import Slots, keeps_gains, keeps_residual, keeps_scores, lowest_empty, slot_count, stored_memory, unit_count
 
 LONGEST = 2**31 - 2  # tokens: kernels count in 32 bits
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,6 +55,11 @@ def _layout(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]:
         "scores": (slots.scores, (batch, units, size) if keeps_scores(policy, window) else None, sums),
         "scales": (slots.scales, (batch, stored, size, scales) if policy.kv else None, torch.float16),
         "gains": (slots.gains, (batch, stored, size) if keeps_gains(policy, window) else None, sums),
+        "residual": (
+            slots.residual,
+            (batch, stored, sum(slots.sizes) + 1) if keeps_residual(policy, window) else None,
+            sums,
+        ),
         "memory": (slots.memory, (batch, units, size, remembered) if remembered else None, sums),
     }
     for name, (rows, shape, dtype) in expected.items():
@@ -68,7 +73,7 @@ def _sums(slots: Slots) -> torch.dtype:
     """The dtype to add up in: codes do not tell the model's, so what is there decides between the two there are."""
     if slots.scales is None:
         return torch.promote_types(slots.keys.dtype, torch.float32)
-    sums = [tensor.dtype for tensor in (slots.scores, slots.gains, slots.memory) if tensor is not None]
+    sums = [tensor.dtype for tensor in (slots.scores, slots.gains, slots.memory, slots.residual) if tensor is not None]
     return torch.float64 if sums[:1] == [torch.float64] else torch.float32
 
 
@@ -107,6 +112,8 @@ def _contents(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]
         yield "scores are below 0, and attention is not"
     if slots.gains is not None and bool((slots.gains < 0).any()):
         yield "gains are below 0, and norms are not"
+    if slots.residual is not None and bool((slots.residual[..., -1] < 0).any()):
+        yield "the residual holds fewer than 0 tokens"
 
 
 def _held(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]:

@@ -117,16 +117,16 @@ class Chunks:
         keep_all = nothing_leaves(space.slots, policy, attention, query.shape[2])
         space.add(key, value, steps)
         if keep_all or decides_by_age(policy, attention.window):
-            policy = replace(policy, capacity=None, first=0, last=0) if keep_all else policy
+            policy = _keep_all(policy) if keep_all else policy
             expiry = expiry_by_age(space.columns.positions, policy, attention.window)
             causal = keep_all and space.slots.fed == 0 and bool((steps >= 0).all())
             self._attend_visible(output, query, steps, expiry, causal)
             self.scores = None
             return torch.where(expiry <= steps.amax(1)[:, None, None], expiry, NEVER)
         result = self._scan(query, steps)
-        weighted_sum(result.weights, space.columns.values, result.total, out=output)
+        weighted_sum(result.weights, space.columns.attended[1], result.total, out=output)
         self.scores = result.scores
-        space.remember(result.memory)
+        space.remember(result.memory, result.residual)
         return result.expiry
 
     def evict(self, expiry: Tensor) -> None:
@@ -138,15 +138,16 @@ class Chunks:
         columns, attention = self.space.columns, self.attention
         if columns.gains is not None and attention.sharded:
             columns = columns._replace(gains=attention.gather(columns.gains))
-        result = None
+        keys, result = columns.attended[0], None
+        query = query if columns.residual is None else query.to(keys.dtype)
         if not self.subtract_max:
             try:
-                weights = attention.gather(attention.logits(query, columns.keys, exponentials=True))
+                weights = attention.gather(attention.logits(query, keys, exponentials=True))
                 result = kernels.scan(weights, columns, steps, self.policy, attention, exponentials=True)
             except OutOfRange:
                 self.subtract_max = True
         if result is None:
-            logits = attention.gather(attention.logits(query, columns.keys))
+            logits = attention.gather(attention.logits(query, keys))
             result = kernels.scan(logits, columns, steps, self.policy, attention)
         total = None if result.total is None else attention.local(result.total)
         return result._replace(weights=attention.local(result.weights), total=total)
@@ -170,6 +171,10 @@ class Chunks:
         logits = attention.logits(query, columns.keys)
         logits.view(len(mask), mask.shape[1], -1, *mask.shape[2:]).masked_fill_(~mask[:, :, None], -torch.inf)
         weighted_sum(_softmax(logits, attention.sinks), columns.values, None, out=output)
+
+
+def _keep_all(policy: Policy) -> Policy:
+    return replace(policy, capacity=None, first=0, last=0, residual=None)
 
 
 def nothing_leaves(slots: Slots, policy: Policy, attention: Attention, size: int) -> bool:
@@ -200,12 +205,14 @@ def read_oneshot(
 
     This is what the paper's released code does, not its definition.
     """
+    if slots.residual is not None:
+        raise ValueError(f"{policy}: a residual needs every eviction in its turn; use prompt='recurrent'")
     if query.shape[2] == 1:
         return _one_token(slots, query, key, value, policy, attention, real, on_evict)
     key, value = slots.expand(key, value)
     total, chunk = query.shape[2], chunk or default_chunk(query.device)
     space, output = Workspace(slots, key, total), _output(query, value)
-    steps, keep_all = step_numbers(slots, real, total), replace(policy, capacity=None, first=0, last=0)
+    steps, keep_all = step_numbers(slots, real, total), _keep_all(policy)
     space.add(key, value, steps)
     columns, scores, memory = space.columns, space.columns.scores, space.columns.memory
     parts = (torch.split(query, chunk, 2), torch.split(steps, chunk, 1), torch.split(output, chunk, 2))
@@ -220,7 +227,7 @@ def read_oneshot(
     expiry = _drop_lowest(torch.where(expiry <= last, expiry, NEVER), scores, columns.positions, last, policy)
     if on_evict is not None:
         on_evict(columns.positions, expiry)
-    space.remember(memory)
+    space.remember(memory, None)
     space.evict(expiry, scores)
     slots.fed += total
     slots.seen += _arrivals(steps)

@@ -5,6 +5,7 @@ One sequence, one layer, plain Python lists; slow on purpose. Every faster path 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -29,17 +30,32 @@ class Row:
 
 
 @dataclass
+class Residual:
+    """The mean of the tokens that a unit has evicted, older ones counting less. key [G, D], value [G, V]."""
+
+    key: Tensor
+    value: Tensor
+    number: float = 1.0
+
+    def add(self, row: Row, decay: float) -> None:
+        self.number = decay * self.number + 1
+        self.key = self.key + (row.key - self.key) / self.number
+        self.value = self.value + (row.value - self.value) / self.number
+
+
+@dataclass
 class Reference:
     """The state of one layer: for each unit, the rows it holds and the step after which each lost token left."""
 
     rows: list[list[Row]]
     deaths: list[dict[int, int]] = field(default_factory=list)
+    residuals: list[Residual | None] = field(default_factory=list)
     seen: int = 0
 
 
 def start(policy: Policy, heads: int, kv_heads: int) -> Reference:
     units = unit_count(policy, heads, kv_heads)
-    return Reference(rows=[[] for _ in range(units)], deaths=[{} for _ in range(units)])
+    return Reference(rows=[[] for _ in range(units)], deaths=[{} for _ in range(units)], residuals=[None] * units)
 
 
 def run(
@@ -76,10 +92,14 @@ def _attend(
         rows.append(Row(now, key, value, value.new_zeros(memory_size(policy))))
         members = range(unit * heads // len(state.rows), (unit + 1) * heads // len(state.rows))
         groups = [head * kv_heads // heads for head in members]
-        weights = []
+        weights, residual = [], state.residuals[unit]
+        attended = rows if residual is None else [*rows, residual]
         for head, group in zip(members, groups, strict=True):
-            weights.append(_softmax(query[head], torch.stack([row.key[group] for row in rows]), head, attention))
-            output[head] = weights[-1] @ torch.stack([row.value[group] for row in rows])
+            keys, values = (torch.stack([getattr(row, name)[group] for row in attended]) for name in ("key", "value"))
+            number = 1.0 if residual is None else residual.number
+            attention_to = _softmax(query[head], keys, number, head, attention)
+            output[head] = attention_to @ values
+            weights.append(attention_to[: len(rows)])
         for row, score in zip(rows, _scores(policy, rows, groups, torch.stack(weights), now).tolist(), strict=True):
             row.score = score
         if attention.window is not None:  # what the next query cannot see leaves now, before any choice
@@ -110,10 +130,12 @@ def _view(policy: Policy, rows: list[Row], groups: list[int], weights: Tensor, n
     return View(weights[None, None], keys, values, positions, visible, step, scores, memory[None, None], policy)
 
 
-def _softmax(query: Tensor, keys: Tensor, head: int, attention: Attention) -> Tensor:
+def _softmax(query: Tensor, keys: Tensor, number: float, head: int, attention: Attention) -> Tensor:
+    """The last key counts as so many: a residual has the weight of all tokens in it."""
     logits = keys @ query * attention.scale
     if attention.softcap is not None:
         logits = torch.tanh(logits / attention.softcap) * attention.softcap
+    logits[-1] += math.log(number)
     if attention.sinks is None:
         return logits.softmax(0)
     return torch.cat([logits, attention.sinks[head : head + 1]]).softmax(0)[:-1]
@@ -125,7 +147,19 @@ def _evict(state: Reference, policy: Policy) -> None:
     for unit, rows in enumerate(state.rows):
         while policy.capacity is not None and len(rows) > policy.capacity:
             free = [row for row in rows if policy.first <= row.position <= now - policy.last]
-            _leave(state, unit, [min(free, key=lambda row: (row.score, row.position))], now)
+            victim = min(free, key=lambda row: (row.score, row.position))
+            _leave(state, unit, [victim], now)
+            if policy.residual is not None:
+                _blend(state, unit, victim, policy.residual)
+
+
+def _blend(state: Reference, unit: int, victim: Row, decay: float) -> None:
+    """A token that leaves joins the residual."""
+    residual = state.residuals[unit]
+    if residual is None:
+        state.residuals[unit] = Residual(victim.key, victim.value)
+    else:
+        residual.add(victim, decay)
 
 
 def _leave(state: Reference, unit: int, leaving: list[Row], last_step: int) -> None:

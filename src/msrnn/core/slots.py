@@ -20,7 +20,7 @@ from .rules import memory_size
 _outside_inference_mode = torch.inference_mode(False)  # slots outlive a caller's inference mode
 _INITIAL = 256  # slots that unlimited slots start with, before they double
 NEVER = torch.iinfo(torch.int64).max  # the expiry of a token that is still held
-TENSORS = ("keys", "values", "scales", "positions", "scores", "gains", "memory", "next", "seen")
+TENSORS = ("keys", "values", "scales", "positions", "scores", "gains", "memory", "residual", "next", "seen")
 
 
 def slot_count(policy: Policy, window: int | None = None) -> int | None:
@@ -38,7 +38,9 @@ def decides_by_age(policy: Policy, window: int | None = None) -> bool:
     """Whether the step at which a token leaves follows from its position alone."""
     if window is not None and policy.capacity is not None and policy.capacity >= window - 1:
         return True  # the model's own window is the tighter bound
-    return policy.blind and (window is None or policy.first == 0 or policy.capacity is None)
+    return (
+        policy.blind and not keeps_residual(policy) and (window is None or policy.first == 0 or policy.capacity is None)
+    )
 
 
 def age_limits(policy: Policy, window: int | None) -> tuple[int, int, int]:
@@ -67,6 +69,12 @@ def keeps_scores(policy: Policy, window: int | None = None) -> bool:
     return (policy.momentum > 0 or policy.rule is not None) and not decides_by_age(policy, window)
 
 
+def keeps_residual(policy: Policy, window: int | None = None) -> bool:
+    """Whether what leaves is blended into a residual; the model's own window, where it is tighter, blends nothing."""
+    bounded = policy.capacity is not None and (window is None or policy.capacity < window - 1)
+    return policy.residual is not None and bounded
+
+
 def keeps_gains(policy: Policy, window: int | None = None) -> bool:
     """Whether every slot has a factor on its attention weight."""
     return policy.gain is not None and not decides_by_age(policy, window)
@@ -92,13 +100,24 @@ class Columns(NamedTuple):
     scores: Tensor | None = None  # [B, U, N]
     gains: Tensor | None = None  # [B, G, N]
     memory: Tensor | None = None  # [B, U, N, F]
+    residual: Tensor | None = None  # [B, G, D + V + 1]
+
+    @property
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with those of the residual, if any, behind them, in its precision."""
+        if self.residual is None:
+            return self.keys, self.values
+        size = self.keys.shape[3]
+        key, value = self.residual[:, :, None, :size], self.residual[:, :, None, size:-1]
+        return torch.cat([self.keys.to(key.dtype), key], 2), torch.cat([self.values.to(value.dtype), value], 2)
 
 
 @dataclass
 class Slots:
     """keys [B, G, S, D], values [B, G, S, V], positions [B, U, S], next [B, U], seen [B].
 
-    scores [B, U, S], gains [B, G, S] and a rule's memory [B, U, S, F] where the policy needs them. Where keys and
+    scores [B, U, S], gains [B, G, S] and a rule's memory [B, U, S, F] where the policy needs them; so is the residual
+    [B, G, D + V + 1]: the mean key and value of what has left, and how many tokens are in them. Where keys and
     values are codes of fewer bits (`core/formats.py`), scales [B, G, S, n] belong to them, and values [B, G, S, V / 2]
     may hold two codes each. G counts the stored heads: the KV heads, or every query head where each decides on its own.
     `next` is the empty slot where the next token goes. `seen` counts the real tokens of each row, -1 for an idle row of
@@ -115,6 +134,7 @@ class Slots:
     scores: Tensor | None = None
     gains: Tensor | None = None
     memory: Tensor | None = None
+    residual: Tensor | None = None
     scales: Tensor | None = None
     limit: int | None = None
     fed: int = 0
@@ -129,7 +149,7 @@ class Slots:
         units, limit = unit_count(policy, heads, kv_heads), slot_count(policy, window)
         stored, size = max(kv_heads, units), _INITIAL if limit is None else limit
         dtype = torch.promote_types(key.dtype, torch.float32)
-        remembered = stored_memory(policy, window)
+        remembered, blended = stored_memory(policy, window), (batch, stored, key.shape[3] + value.shape[3] + 1)
         return cls(
             **empty_rows(policy.kv, key, value, (batch, stored, size)),
             positions=torch.full((batch, units, size), -1, dtype=torch.int64, device=key.device),
@@ -138,6 +158,7 @@ class Slots:
             scores=key.new_zeros(batch, units, size, dtype=dtype) if keeps_scores(policy, window) else None,
             gains=key.new_zeros(batch, stored, size, dtype=dtype) if keeps_gains(policy, window) else None,
             memory=key.new_zeros(batch, units, size, remembered, dtype=dtype) if remembered else None,
+            residual=key.new_zeros(blended, dtype=dtype) if keeps_residual(policy, window) else None,
             limit=limit,
         )
 

@@ -47,7 +47,8 @@ class Workspace:
     def columns(self) -> Columns:
         """The columns in use."""
         rows = (self.keys, self.values, self.positions, self.scores, self.gains, self.memory)
-        return Columns(*(None if row is None else row[:, :, : self.used] for row in rows))  # type: ignore[arg-type]
+        used = Columns(*(None if row is None else row[:, :, : self.used] for row in rows))  # type: ignore[arg-type]
+        return used._replace(residual=self.slots.residual)
 
     @property
     def stored(self) -> Sequence[Tensor]:
@@ -92,8 +93,10 @@ class Workspace:
             self.memory[:, :, new] = 0
         self.used = new.stop
 
-    def remember(self, memory: Tensor | None) -> None:
-        """memory [B, U, N, F]: what a rule stores with the columns in use."""
+    def remember(self, memory: Tensor | None, residual: Tensor | None) -> None:
+        """memory [B, U, N, F]: what a rule stores with the columns in use; residual [B, G, D + V + 1]: the new one."""
+        if self.slots.residual is not None and residual is not None:
+            self.slots.residual.copy_(residual)
         if self.memory is not None and memory is not None:
             self.memory[:, :, : self.used] = memory
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.slots import keeps_gains, keeps_scores, slot_count, stored_memory, unit_count
+from ..core.slots import keeps_gains, keeps_residual, keeps_scores, slot_count, stored_memory, unit_count
 from ..plan import HeadPolicies, Plan
 from ..policy import Policy
 from .geometry import Geometry
@@ -54,4 +54,7 @@ def _state(layer: Geometry, policy: Policy, dtype: torch.dtype, tokens: int) -> 
     per_slot += units * stored_memory(policy, layer.window) * accumulation
     if keeps_gains(policy, layer.window):
         per_slot += stored * accumulation
-    return (tokens if slots is None else slots) * per_slot + (units + 1) * _INT64  # next slots, tokens seen
+    whole = (units + 1) * _INT64  # next slots, tokens seen
+    if keeps_residual(policy, layer.window):
+        whole += stored * (2 * layer.head_size + 1) * accumulation
+    return (tokens if slots is None else slots) * per_slot + whole

@@ -1,6 +1,6 @@
-"""A research rule's scan on a GPU as one CUDA graph: thousands of small kernels, launched by one replay.
+"""The scan of a policy without kernels on a GPU as one CUDA graph: thousands of small kernels, launched by one replay.
 
-A rule that a graph cannot hold (it waits for the device) runs kernel by kernel instead.
+A research rule that a graph cannot hold (it waits for the device) runs kernel by kernel instead.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Graph:
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
         self.graph.replay()
-        _, _, expiry, scores, memory = self.result
-        memory = None if memory is None else memory.clone()
-        return self.result._replace(expiry=expiry.clone(), scores=scores.clone(), memory=memory)
+        weights, total, *kept = self.result
+        return Scan(weights, total, *(None if tensor is None else tensor.clone() for tensor in kept))  # type: ignore[arg-type]
 
 
 def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attention: Attention) -> Scan:

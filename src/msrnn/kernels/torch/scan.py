@@ -12,23 +12,26 @@ from ...core.rules import score_by_rule
 from ...core.slots import NEVER, Columns
 from ...core.units import limits_of, momentum_of
 from ...policy import Policy
+from .residual import Shares
 
 
 class Scan(NamedTuple):
     """`weights` over `total` is the softmax; a scan that has normalised already gives no total."""
 
-    weights: Tensor  # [B, H, C, N], 0 where a column is not visible
+    weights: Tensor  # [B, H, C, N], 0 where a column is not visible; with a residual, N + 1
     total: Tensor | None  # [B, H, C, 1]
     expiry: Tensor  # [B, U, N], the last step at which a column is visible; NEVER if it outlives the chunk
     scores: Tensor  # [B, U, N], after the chunk
     memory: Tensor | None = None  # [B, U, N, F], a rule's, after the chunk
+    residual: Tensor | None = None  # [B, G, D + V + 1], after the chunk
 
 
 def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attention: Attention) -> Scan:
     """logits [B, H, C, N], steps [B, C] (-1: padding).
 
     A column is visible to a row from the step of its own position to its expiry. After each row the policy may evict
-    one column of every unit; what falls out of the model's own window leaves by itself.
+    one column of every unit; what falls out of the model's own window leaves by itself. With a residual, the last
+    logit of a row is that of the residual before the chunk, and so are the weights.
     """
     positions, window = columns.positions, attention.window
     scores = logits.new_zeros(positions.shape) if columns.scores is None else columns.scores.clone()
@@ -37,18 +40,46 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
         expiry = torch.minimum(expiry, torch.where(positions < 0, -1, positions + window - 1))
     if policy.rule is not None:
         columns = columns._replace(keys=columns.keys.to(logits.dtype), values=columns.values.to(logits.dtype))
-    weights, memory = torch.empty_like(logits), columns.memory
+    weights, memory, shares = torch.empty_like(logits), columns.memory, _shares(columns, logits, attention)
     for row in range(logits.shape[2]):
         now = steps[:, row, None, None]  # [B, 1, 1]
         visible = (positions <= now) & (now <= expiry) & (positions >= 0)
-        weights[:, :, row] = _softmax(logits[:, :, row], _by_head(visible, logits.shape[1]), attention.sinks)
-        new, noted = _score(policy, weights[:, :, row], columns, visible, now, scores, memory)
+        held = _attend(logits[:, :, row], weights[:, :, row], visible, attention.sinks, shares)
+        new, noted = _score(policy, held, columns, visible, now, scores, memory)
         scores = torch.where(now >= 0, new, scores)
         memory = None if memory is None or noted is None else torch.where(now[..., None] >= 0, noted, memory)
-        victim = _victim(scores, positions, visible & (now < expiry), now, policy)
-        expiry = torch.where(victim & (now >= 0), now, expiry)
+        victim = _victim(scores, positions, visible & (now < expiry), now, policy) & (now >= 0)
+        expiry = torch.where(victim, now, expiry)
+        if shares is not None:
+            shares.add(victim, policy.residual or 0.0)
     latest = steps.amax(1)[:, None, None]
-    return Scan(weights, None, torch.where(expiry <= latest, expiry, NEVER), scores, memory)
+    residual = None if shares is None else shares.residual()
+    return Scan(weights, None, torch.where(expiry <= latest, expiry, NEVER), scores, memory, residual)
+
+
+def _shares(columns: Columns, logits: Tensor, attention: Attention) -> Shares | None:
+    if columns.residual is None:
+        return None
+    if attention.softcap is not None:
+        raise ValueError("a residual needs logits without a soft cap, which this model has; use fade instead")
+    return Shares(columns, logits.dtype)
+
+
+def _attend(logits: Tensor, out: Tensor, visible: Tensor, sinks: Tensor | None, shares: Shares | None) -> Tensor:
+    """logits [B, H, N] -> the weights of visible columns; `out` [B, H, N] becomes the weights of all.
+
+    A residual is one column more, and its weight goes to the columns in it.
+    """
+    heads = logits.shape[1]
+    if shares is None:
+        return out.copy_(_softmax(logits, _by_head(visible, heads), sinks))
+    row = torch.cat([logits[..., :-1], shares.logit(logits)], -1)
+    blended = (shares.number > 0).expand(*visible.shape[:2], 1)
+    weights = _softmax(row, _by_head(torch.cat([visible, blended], -1), heads), sinks)
+    held = weights[..., :-1]
+    out.copy_(weights[..., -1:] * shares.of(heads))
+    out[..., :-1] += held
+    return held
 
 
 def _score(

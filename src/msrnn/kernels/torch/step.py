@@ -11,7 +11,7 @@ from ...core.attention import Attention
 from ...core.formats import encode
 from ...core.slots import NEVER, Columns, Slots, gain_of, lowest_empty
 from ...policy import Policy
-from .scan import scan
+from .scan import Scan, scan
 
 _BY_HEAD = ("keys", "values", "scales", "gains")
 
@@ -34,15 +34,18 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     keys, values = slots.decoded(query.dtype)
     if slots.gains is not None:
         _put(slots.gains[..., None], at, gain_of(_newest(values, at), slots.gains.dtype)[..., None], active)
-    weights, expiry, scores, memory = _scan(slots, (keys, values), query, at, now, policy, attention)
+    result, values = _scan(slots, (keys, values), query, at, now, policy, attention)
+    expiry, scores, memory = result.expiry, result.scores, result.memory
     here = active[:, None, None]
     slots.positions.masked_fill_((expiry != NEVER) & here, -1)
     if slots.scores is not None:
         slots.scores.copy_(torch.where(here, scores, slots.scores))
     if slots.memory is not None and memory is not None:
         slots.memory.copy_(torch.where(here[..., None], memory, slots.memory))
+    if slots.residual is not None and result.residual is not None:
+        slots.residual.copy_(torch.where(here, result.residual, slots.residual))
     slots.next.copy_(torch.where(active[:, None], lowest_empty(slots.positions), slots.next))
-    grouped = weights.reshape(len(key), key.shape[1], -1, slots.keys.shape[2])
+    grouped = attention.local(result.weights)[:, :, 0].reshape(len(key), key.shape[1], -1, values.shape[2])
     return (grouped @ values.to(grouped.dtype)).view(*query.shape[:2], -1).to(value.dtype)
 
 
@@ -54,17 +57,18 @@ def _scan(
     now: Tensor,
     policy: Policy,
     attention: Attention,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Weights of this process's heads [B, H, S]; expiry, scores [B, U, S] and memory by all that decide together."""
+) -> tuple[Scan, Tensor]:
+    """What all heads that decide together come to, and the values that are attended to."""
     before = None if slots.scores is None else slots.scores.scatter(2, at, 0)
     memory = slots.memory
     if memory is not None:
         memory = memory.scatter(2, at[..., None].expand(-1, -1, 1, memory.shape[3]), 0)
     gains = None if slots.gains is None else attention.gather(slots.gains)
-    columns = Columns(*rows, slots.positions, before, gains, memory)
-    logits = attention.gather(attention.logits(query[:, :, None], rows[0]))
-    result = scan(logits, columns, now, policy, attention)
-    return attention.local(result.weights)[:, :, 0], result.expiry, result.scores, result.memory
+    columns = Columns(*rows, slots.positions, before, gains, memory, slots.residual)
+    keys, values = columns.attended
+    query = query if slots.residual is None else query.to(keys.dtype)
+    logits = attention.gather(attention.logits(query[:, :, None], keys))
+    return scan(logits, columns, now, policy, attention), values
 
 
 def _indexed(
