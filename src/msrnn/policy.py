@@ -93,7 +93,7 @@ class Policy:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether it has kernels beside plain PyTorch."""
+        """Whether all kernels know it. Research rules have none, residuals so far only some on a CPU."""
         return self.rule is None and self.residual is None
 
     def __str__(self) -> str:

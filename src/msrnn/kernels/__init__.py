@@ -92,7 +92,7 @@ def scan(
     if not policy.has_kernels and device == "cuda" and compiled(device):
         return rule_graph.scan(logits, columns, steps, policy, attention)
     by_unit = device == "cpu" and isinstance(policy, UnitPolicies)
-    if not policy.has_kernels or by_unit or not compiled(device):
+    if policy.rule is not None or by_unit or not compiled(device):
         return torch_scan.scan(logits, columns, steps, policy, attention)
     if device == "cuda":
         from .triton import scan as triton_scan
@@ -114,7 +114,8 @@ def step(
 ) -> Tensor:
     """One token of every row, in place; see `kernels/torch/step.py`. The output goes to `out` if given."""
     device = query.device.type
-    if device not in ("cpu", "cuda") or not policy.has_kernels or attention.sharded or not compiled(device):
+    known = device in ("cpu", "cuda") and (policy.rule is None if device == "cpu" else policy.has_kernels)
+    if not known or attention.sharded or not compiled(device):
         output = torch_step.step(slots, query, key, value, policy, attention)
         return output if out is None else out.copy_(output)
     if device == "cpu":

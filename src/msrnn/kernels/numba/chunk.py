@@ -134,7 +134,7 @@ class Chunks:
             parallel_for(mask_unit, self.units, weights.size, weights, totals, *visible, self.failed, sinks is not None)
             return
         state: tuple[Any, ...] = (self.positions, steps, self.scores, self.bits, self.expiry, self.failed, totals[0])
-        how = (self.gains, sinks is not None, False, *self.limits)
+        how = (self.gains, None, totals, sinks is not None, False, *self.limits)
         parallel_for(scan_unit, self.units, weights.size, weights, weights, totals, *state, *how)
 
     def _views_of(self, size: int, used: int) -> _Views:

@@ -16,7 +16,7 @@ from ...core.attention import LARGEST_SUM, SMALLEST_SUM, Attention, OutOfRange
 from ...core.buffers import buffer
 from ...core.slots import NEVER, Columns
 from ...policy import Policy
-from ..torch.scan import Scan
+from ..torch.scan import Scan, shares_of
 from .compile import FAST_MATH, jit
 from .threads import parallel_for, units_of
 
@@ -38,11 +38,12 @@ def scan(
     From logits, each row's maximum is subtracted first, and a row whose visible sum vanishes even so is done again.
     Exponentials are used in place: fewer passes over memory, right for logits up to about 80, `OutOfRange` for others.
     """
-    positions, sinks = columns.positions, attention.sinks
+    positions, sinks, shares = columns.positions, attention.sinks, shares_of(columns, logits, attention)
     scores = logits.new_zeros(positions.shape) if columns.scores is None else columns.scores.clone()
     expiry = torch.empty_like(positions, memory_format=torch.contiguous_format)
     sink = logits.new_zeros(1, 1, 1) if sinks is None else sinks.detach().to(logits.dtype).view(-1, 1, 1)
     total = logits.new_empty(*logits.shape[:3], 1)  # begins with the sinks' share, if there are sinks
+    top = total
     if not exponentials:
         top = logits.amax(-1, keepdim=True)
         top = top if sinks is None else torch.maximum(top, sink)
@@ -60,6 +61,8 @@ def scan(
         failed,
         sink.numpy(),
         gains_array(columns.gains, logits.dtype),
+        None if shares is None else shares.counts.numpy(),
+        top.numpy(),
         sinks is not None,
         not exponentials,
         *limits_of(policy, attention, weights.numpy().dtype.type),
@@ -67,7 +70,7 @@ def scan(
     parallel_for(scan_unit, units_of(positions), weights.numel(), *arguments)
     if failed.any():
         raise OutOfRange("a row's exponentials overflowed or vanished")
-    return Scan(weights, total, expiry, scores)
+    return Scan(weights, total, expiry, scores, residual=None if shares is None else shares.residual())
 
 
 def _bits(scores: Tensor) -> Tensor:
@@ -80,10 +83,10 @@ def gains_array(gains: Tensor | None, dtype: torch.dtype) -> np.ndarray | None:
 
 
 def limits_of(policy: Policy, attention: Attention, number: Any) -> tuple[Any, ...]:
-    """first, last, capacity, window and momentum as `scan_unit` takes them."""
+    """first, last, capacity, window, momentum and the residual's decay as `scan_unit` takes them."""
     capacity = NEVER if policy.capacity is None else policy.capacity
     window = NEVER if attention.window is None else attention.window
-    return policy.first, policy.last, capacity, window, number(policy.momentum)
+    return policy.first, policy.last, capacity, window, number(policy.momentum), number(policy.residual or 0)
 
 
 @_jit
@@ -101,6 +104,8 @@ def scan_unit(  # type: ignore[no-untyped-def]
     failed,
     sinks,
     gains,
+    counts,
+    tops,
     has_sinks,
     has_logits,
     first,
@@ -108,9 +113,14 @@ def scan_unit(  # type: ignore[no-untyped-def]
     capacity,
     window,
     momentum,
+    decay,
 ):
-    """One unit's chunk. `age` is a position relative to the chunk's first step, GONE once the column has left."""
-    heads, rows, columns = logits.shape[1] // positions.shape[1], logits.shape[2], logits.shape[3]
+    """One unit's chunk. `age` is a position relative to the chunk's first step, GONE once the column has left.
+
+    `counts` [B, U, N + 1]: how much each column counts in the residual, if there is one (`kernels/torch/residual.py`).
+    """
+    heads, rows = logits.shape[1] // positions.shape[1], logits.shape[2]
+    columns = logits.shape[3] - (counts is not None)
     start = _first_step(steps[b])
     age = np.empty(columns, np.int32)
     free = np.empty(columns, np.int32)  # the age again, but GONE for columns that may never be chosen
@@ -154,17 +164,59 @@ def scan_unit(  # type: ignore[no-untyped-def]
                     failed[b, u] = True
                     return
                 sink = sinks[h % len(sinks), 0, 0]
-                _normalise_again(row, totals[b, h, c], logits[b, h, c], alive, has_sinks, sink)
+                tops[b, h, c, 0] = _normalise_again(row, totals[b, h, c], logits[b, h, c], alive, has_sinks, sink)
+            extra = weights.dtype.type(0)
+            if counts is not None:
+                extra = _blended(logits[b, h, c], counts[b, u], tops[b, h, c, 0])
+                totals[b, h, c, 0] += extra
             if gains is None:
                 _add(mean, row, totals[b, h, c, 0])
             else:
                 _add_with_gains(mean, row, totals[b, h, c, 0], gains[b, h * gains.shape[1] // logits.shape[1]])
+            if counts is not None:
+                _spread(weights[b, h, c], counts[b, u], extra)
         for n in range(columns):
             score[n] = momentum * score[n] + mean[n] / heads
         if window != _NEVER and steps[b, c] - window + 1 >= 0:
             held -= _leave(age, free, alive, end, now - window + 1, steps[b, c])
         if held > capacity:
-            held -= _leave(age, free, alive, end, _lowest(bits[b, u], free, np.int32(now - last)), steps[b, c])
+            leaving = _lowest(bits[b, u], free, np.int32(now - last))
+            if counts is not None:
+                _blend(counts[b, u], age, leaving, decay)
+            held -= _leave(age, free, alive, end, leaving, steps[b, c])
+
+
+@_jit
+def _blended(logits, counts, top):  # type: ignore[no-untyped-def]
+    """The exponential of the residual's logit, less `top`: that of the mean key, times the number of tokens in it."""
+    number, mean = logits.dtype.type(0), logits.dtype.type(0)
+    for n in range(len(counts)):
+        number += counts[n]
+        mean += counts[n] * logits[n]
+    return number * np.exp(mean / number - top) if number > 0 else number
+
+
+@_jit
+def _spread(row, counts, extra):  # type: ignore[no-untyped-def]
+    """The residual's weight goes to the columns in it."""
+    number = row.dtype.type(0)
+    for n in range(len(counts)):
+        number += counts[n]
+    if number > 0:
+        extra /= number
+        for n in range(len(counts)):
+            row[n] += extra * counts[n]
+
+
+@_jit
+def _blend(counts, age, leaving, decay):  # type: ignore[no-untyped-def]
+    """The column of that age joins the residual."""
+    for n in range(len(age)):
+        if age[n] == leaving:
+            for m in range(len(counts)):
+                counts[m] *= decay
+            counts[n] = 1
+            return
 
 
 @_jit
@@ -191,7 +243,7 @@ def _normalise(row, total, alive, has_sinks):  # type: ignore[no-untyped-def]
 
 @_jit
 def _normalise_again(row, total, logits, alive, has_sinks, sink):  # type: ignore[no-untyped-def]
-    """An evicted column held the maximum: start again from the visible ones."""
+    """An evicted column held the maximum: start again from the visible ones; what is subtracted now."""
     top = sink if has_sinks else -np.inf
     for n in range(len(row)):
         if alive[n] > 0:
@@ -201,6 +253,7 @@ def _normalise_again(row, total, logits, alive, has_sinks, sink):  # type: ignor
         row[n] = np.exp(logits[n] - top) if alive[n] > 0 else 0
         left += row[n]
     total[0] = left
+    return top
 
 
 @_jit

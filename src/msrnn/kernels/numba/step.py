@@ -16,6 +16,7 @@ from ...core.buffers import buffer
 from ...core.slots import NEVER, Slots
 from ...policy import Policy
 from ..torch import step as torch_step
+from ..torch.residual import NO_SOFTCAP
 from . import openmp
 from .step_kernel import KINDS, STRIDED, WORK, compiled
 
@@ -50,9 +51,9 @@ def _work(
     """What the threads are told, and the tensors made for it, which must outlive the call."""
     (batch, heads, size), (units, count), dtype = query.shape, slots.positions.shape[1:], output.dtype
     unused = slots.positions  # stands in for tensors that there are none of
-    scores, gains = (unused if tensor is None else tensor for tensor in (slots.scores, slots.gains))
+    scores, gains, residual = (unused if one is None else one for one in (slots.scores, slots.gains, slots.residual))
     stored = (slots.keys, slots.values, unused if slots.scales is None else slots.scales)
-    strided = (query, key, value, output, *stored, slots.positions, scores, gains, slots.next)
+    strided = (query, key, value, output, *stored, slots.positions, scores, gains, residual, slots.next)
     _check(dict(zip(STRIDED, strided, strict=True)))
     seen, sinks = slots.seen.contiguous(), attention.sinks
     plain = (
@@ -63,15 +64,17 @@ def _work(
         torch.zeros(batch, units, dtype=torch.int64),
     )
     capacity = NEVER if policy.capacity is None else policy.capacity
-    flags = (slots.scores is not None, slots.gains is not None, slots.rows is not None, sinks is not None)
+    kept = (slots.scores, slots.gains, slots.residual, slots.rows, sinks)
+    if slots.residual is not None and attention.softcap is not None:
+        raise ValueError(NO_SOFTCAP)
     work = np.array(
         (
             *(0, batch, heads, slots.keys.shape[1], units, count, size, value.shape[2], len(slots.keys)),
             *(slots.values.shape[3], 0 if slots.scales is None else slots.scales.shape[3]),
-            *(policy.first, policy.last, capacity, attention.window or 0, *flags),
+            *(policy.first, policy.last, capacity, attention.window or 0, *(tensor is not None for tensor in kept)),
             *(tensor.data_ptr() for tensor in plain),
             *(number for tensor in strided for number in _strides(tensor)),
-            *(attention.scale, attention.softcap or 0.0, policy.momentum),
+            *(attention.scale, attention.softcap or 0.0, policy.momentum, policy.residual or 0.0),
         ),
         WORK,
     )

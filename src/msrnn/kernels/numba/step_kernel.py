@@ -22,17 +22,21 @@ from .formats import decode_scales
 from .slot_rows import in_dtype, numbers, room, store
 
 _LOG2E = 1.4426950408889634
+_NOTHING = -1e30  # a logit that no softmax notices
 _LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
 
 # What a thread is told: numbers, and of every tensor its address and how many bytes lie between rows and between heads.
-STRIDED = ("query", "key", "value", "output", "keys", "values", "scales", "positions", "scores", "gains", "next")
+STRIDED = (
+    *("query", "key", "value", "output", "keys", "values", "scales"),
+    *("positions", "scores", "gains", "residual", "next"),
+)
 _PLAIN = ("seen", "rows", "sinks", "weights", "finished")
 _SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width", "states", "codes", "scalars")
-_RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "indexed", "has_sinks")
+_RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "has_residual", "indexed", "has_sinks")
 WORK = np.dtype(
     [(name, np.int64) for name in ("task", *_SIZES, *_RULES, *_PLAIN)]
     + [(name + end, np.int64) for name in STRIDED for end in ("", "_b", "_h")]
-    + [(name, np.float64) for name in ("scale", "softcap", "momentum")]
+    + [(name, np.float64) for name in ("scale", "softcap", "momentum", "decay")]
 )
 _Work: Any = numba.from_dtype(WORK)
 
@@ -108,9 +112,15 @@ def _task(w, b, e, number, word, key_code, value_code):
         query = _table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word)
         queries[g] = numbers(query, scales, room(query, number), 0, 1)[0]
     _attend(queries, keys, scales, weights, number(w.scale), number(w.softcap))
+    rest = _residual(w, home, e, number)
     for g in range(group):
         sink = _list(w.sinks, w.heads, number)[e * group + g] if w.has_sinks else number(0)
-        _softmax(weights[g], positions, spot[0], now - w.window if w.window else -1, w.has_sinks, sink)
+        blended = _blended(queries[g], rest, number(w.scale))
+        horizon = now - w.window if w.window else -1
+        weight = _softmax(weights[g], positions, spot[0], horizon, w.has_sinks, sink, blended)
+        if w.has_residual:
+            for i in range(w.width):
+                mixed[g, i] = weight * rest[w.size + i]
     _collect(weights, values, scales[:, 1:], mixed)
     for g in range(group):
         _list(outputs + g * w.output_h, w.width, number)[:] = mixed[g]
@@ -118,7 +128,49 @@ def _task(w, b, e, number, word, key_code, value_code):
         scores = _list(w.scores + home * w.scores_b + u * w.scores_h, used, number)
         deciding = heads[u * share * group : (u + 1) * share * group]
         gains = _table(w.gains + home * w.gains_b + u * share * w.gains_h, share, w.slots, number)
-        _decide(w, deciding, positions, scores, gains, spot, now)
+        victim = _decide(w, deciding, positions, scores, gains, spot, now)
+        if w.has_residual and victim >= 0:
+            for h in range(u * share, (u + 1) * share):
+                _blend(w, home, h, victim, new, number, key_code, value_code)
+
+
+@_jit
+def _residual(w, home, e, number):
+    """A stored head's mean key, mean value and the number of tokens in them; a 0 where there is none."""
+    if not w.has_residual:
+        return np.zeros(1, number)
+    return _list(w.residual + home * w.residual_b + e * w.residual_h, w.size + w.width + 1, number)
+
+
+@_jit
+def _blended(query, rest, scale):
+    """The residual's logit in powers of 2, with the weight of the tokens in it; below all others if there are none."""
+    kind, count = query.dtype.type, rest[-1]
+    if not count > 0:
+        return kind(_NOTHING)
+    logit = kind(0)
+    for i in range(len(query)):
+        logit += query[i] * rest[i]
+    return logit * scale * kind(_LOG2E) + np.log2(count)
+
+
+@_jit
+def _blend(w, home, e, victim, like, number, key_code, value_code):
+    """What leaves a stored head joins its residual."""
+    rest = _residual(w, home, e, number)
+    keys = _table(w.keys + home * w.keys_b + e * w.keys_h, w.slots, w.size, key_code)[victim : victim + 1]
+    values = _table(w.values + home * w.values_b + e * w.values_h, w.slots, w.codes, value_code)[victim : victim + 1]
+    scales = decode_scales(
+        _table(w.scales + home * w.scales_b + e * w.scales_h, w.slots, w.scalars, np.uint16)[victim : victim + 1],
+        number,
+    )
+    key = in_dtype(numbers(keys, scales, room(keys, number), 0, 1)[0], like)
+    value = in_dtype(numbers(values, scales[:, 1:], room(values, number), 0, 1)[0], like)
+    rest[-1] = number(w.decay) * rest[-1] + number(1)
+    for i in range(w.size):
+        rest[i] += (key[i] - rest[i]) / rest[-1]
+    for i in range(w.width):
+        rest[w.size + i] += (value[i] - rest[w.size + i]) / rest[-1]
 
 
 @_jit
@@ -184,23 +236,27 @@ def _logits(queries, keys, logits, scale, softcap):
 
 
 @_jit
-def _softmax(row, positions, spot, horizon, has_sink, sink):
-    """A row of logits becomes weights, 0 where a slot is empty or not past the `horizon`."""
+def _softmax(row, positions, spot, horizon, has_sink, sink, blended):
+    """A row of logits becomes weights, 0 where a slot is empty or not past the `horizon`; that of the residual."""
     alive = np.empty(len(row), row.dtype)
     for n in range(len(row)):
         alive[n] = 1 if (positions[n] > horizon and positions[n] >= 0) or n == spot else 0
     top = _highest(row, alive)
+    top = max(top, blended)
     left = row.dtype.type(0)
     if has_sink:
         sink *= row.dtype.type(_LOG2E)
         top = max(top, sink)
         left = row.dtype.type(2.0 ** (sink - top))
+    rest = row.dtype.type(2.0 ** (blended - top)) if blended > _NOTHING else row.dtype.type(0)
+    left += rest
     _powers(row, top)
     for n in range(len(row)):
         row[n] *= alive[n]
         left += row[n]
     for n in range(len(row)):
         row[n] /= left
+    return rest / left
 
 
 @_ordered
@@ -272,7 +328,7 @@ def _mix(weights, values, output):
 
 @_jit
 def _decide(w, weights, positions, scores, gains, spot, now):
-    """All heads of a unit have attended: scores, who leaves, and the slot for the next token."""
+    """All heads of a unit have attended: scores, the slot for the next token, and the one that leaves, or -1."""
     mean = np.zeros(len(positions), weights.dtype)
     for h in range(len(weights)):
         if w.has_gains:
@@ -295,15 +351,16 @@ def _decide(w, weights, positions, scores, gains, spot, now):
         if w.window and positions[n] <= now - w.window + 1:
             positions[n] = -1
         held += positions[n] >= 0
+    victim = -1
     if held > w.capacity:
-        positions[_victim(mean, positions, w.first, now - w.last)] = -1
-    spot[0] = -1
+        victim = _victim(mean, positions, w.first, now - w.last)
+        positions[victim] = -1
+    spot[0] = len(positions) if len(positions) < w.slots else -1
     for n in range(len(positions)):
         if positions[n] < 0:
             spot[0] = n
-            return
-    if len(positions) < w.slots:
-        spot[0] = len(positions)
+            break
+    return victim
 
 
 @_jit

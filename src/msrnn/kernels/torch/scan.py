@@ -12,7 +12,7 @@ from ...core.rules import score_by_rule
 from ...core.slots import NEVER, Columns
 from ...core.units import limits_of, momentum_of
 from ...policy import Policy
-from .residual import Shares
+from .residual import NO_SOFTCAP, Shares
 
 
 class Scan(NamedTuple):
@@ -40,7 +40,7 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
         expiry = torch.minimum(expiry, torch.where(positions < 0, -1, positions + window - 1))
     if policy.rule is not None:
         columns = columns._replace(keys=columns.keys.to(logits.dtype), values=columns.values.to(logits.dtype))
-    weights, memory, shares = torch.empty_like(logits), columns.memory, _shares(columns, logits, attention)
+    weights, memory, shares = torch.empty_like(logits), columns.memory, shares_of(columns, logits, attention)
     for row in range(logits.shape[2]):
         now = steps[:, row, None, None]  # [B, 1, 1]
         visible = (positions <= now) & (now <= expiry) & (positions >= 0)
@@ -57,11 +57,12 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
     return Scan(weights, None, torch.where(expiry <= latest, expiry, NEVER), scores, memory, residual)
 
 
-def _shares(columns: Columns, logits: Tensor, attention: Attention) -> Shares | None:
+def shares_of(columns: Columns, logits: Tensor, attention: Attention) -> Shares | None:
+    """Where a chunk begins with a residual, or may: who is in it."""
     if columns.residual is None:
         return None
     if attention.softcap is not None:
-        raise ValueError("a residual needs logits without a soft cap, which this model has; use fade instead")
+        raise ValueError(NO_SOFTCAP)
     return Shares(columns, logits.dtype)
 
 
