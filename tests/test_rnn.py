@@ -21,7 +21,7 @@ from msrnn.system.files import atomic_write
 
 POLICIES = [
     *("tova:16", "h2o:16", "window+4:16", "tova-head:16", "full", "tova:16,momentum=0.5"),
-    *("tova:16,kv=int8", "h2o:16,kv=k8v4", "full,kv=int8"),
+    *("tova:16,kv=int8", "h2o:16,kv=k8v4", "full,kv=int8", "blend:16", "blend:16,kv=int8"),
 ]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]

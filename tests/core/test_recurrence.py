@@ -19,6 +19,7 @@ from msrnn.kernels.numba import chunk as numba_chunk
 from msrnn.kernels.numba import scan as numba_scan
 from msrnn.kernels.torch import scan as torch_scan
 from msrnn.policy import Policy, parse_policy
+from tests.support.residual import check_residual
 
 SCANS = {"eager": torch_scan.scan, "compiled": numba_scan.scan}
 RULES = sorted(file.stem for file in FOLDER.glob("[!_]*.py"))
@@ -98,19 +99,7 @@ def check_row(row: int, out: Tensor, state: Slots, deaths: dict, ref: reference.
             scores = dict(zip(state.positions[row, unit].tolist(), state.scores[row, unit].tolist(), strict=True))
             assert all(abs(scores[r.position] - r.score) < 1e-9 for r in rows)
         if state.residual is not None:
-            share = state.residual.shape[1] // len(ref.rows)
-            check_residual(state.residual[row], ref.residuals[unit], range(unit * share, (unit + 1) * share))
-
-
-def check_residual(ours: Tensor, residual: reference.Residual | None, heads: range) -> None:
-    """ours [G, D + V + 1]; heads: those of the unit, of all that are stored."""
-    if residual is None:
-        assert not ours[heads].any()
-        return
-    of = [head * len(residual.key) // len(ours) for head in heads]  # KV heads
-    number = torch.full((len(of), 1), residual.number, dtype=ours.dtype)
-    want = torch.cat([residual.key[of], residual.value[of], number], 1)
-    torch.testing.assert_close(ours[heads], want, rtol=0, atol=1e-9)
+            check_residual(state.residual[row], ref.residuals[unit], unit, len(ref.rows))
 
 
 @pytest.mark.parametrize("scan", SCANS)

@@ -146,3 +146,25 @@ def test_a_rule_has_a_score_of_its_own() -> None:
     state = reference.start(policy, 1, 1)
     reference.run(state, key, key, key, policy, PLAIN)
     assert state.deaths == [{0: 2}]
+
+
+def test_what_leaves_is_blended_into_a_residual() -> None:
+    """Two slots; with each token that leaves, those before it count half as much."""
+    output, state = run("tova:2,residual=0.5", [4, 1, 2, 8, 8])
+    assert state.deaths == [{1: 2, 2: 3, 0: 4}]
+    # token 3 attends to 4, 2, 8 and to the residual, which is token 1: key ln 1, value 1, weight 1
+    assert output[0, 3].item() == pytest.approx((1 * 1 + 2 * 2 + 8 * 3) / 15)
+    # then token 2 joins: 1.5 tokens, key (0.5 ln 1 + ln 2) / 1.5, value (0.5 x 1 + 2) / 1.5; it counts as 1.5 tokens
+    weight, value = 1.5 * 2 ** (1 / 1.5), 2.5 / 1.5
+    assert output[0, 4].item() == pytest.approx((8 * 3 + 8 * 4 + weight * value) / (4 + 8 + 8 + weight))
+    residual = state.residuals[0]
+    assert residual is not None
+    assert residual.number == 1.75
+    assert residual.key.item() == pytest.approx((0.5 * math.log(2) + math.log(4)) / 1.75)
+    assert residual.value.item() == pytest.approx((0.25 * 1 + 0.5 * 2 + 0) / 1.75)
+
+
+def test_without_evictions_there_is_no_residual() -> None:
+    output, state = run("tova:3,residual=1", [4, 1, 2])
+    assert state.residuals == [None]
+    assert output.tolist() == run("tova:3", [4, 1, 2])[0].tolist()

@@ -15,7 +15,7 @@ from msrnn.engine.sampling import pick, uniform
 POLICIES = (
     "tova:8", "tova+2:8,last=1", "tova-head:8", "tova-query-head:8", "window:8", "window+2:8", "h2o:8", "h2o-layer:8",
     "tova:8,momentum=0.5", "tova:8,gain=value_norm", "h2o:8,gain=value_norm", "key_difference:8", "tova:8,kv=int8",
-    "h2o:8,kv=k8v4", "tova-query-head:8,kv=int8", "tova:200", "full",
+    "h2o:8,kv=k8v4", "blend:8", "blend:8,kv=k8v4", "tova-query-head:8,kv=int8", "tova:200", "full",
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")

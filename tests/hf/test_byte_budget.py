@@ -30,9 +30,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = [
     *("tova", "tova-head", "tova-query-head", "tova+4", "tova,last=1/8", "tova,last=9", "tova,momentum=1-4/k"),
     *("window", "window+4", "h2o", "h2o-layer", "h2o-query-head", "h2o+4", "fade", "fade-layer", "fade-query-head"),
+    *("blend", "blend-layer", "blend-query-head+4"),
     *("key_difference", "key_norm-head", "lagged", "random", "redundancy-query-head", "window_attention"),
 ]
-BY_HEAD = ["tova-head", "window", "h2o", "h2o+4", "fade"]  # their KV heads decide alone
+BY_HEAD = ["tova-head", "window", "h2o", "h2o+4", "fade", "blend"]  # their KV heads decide alone
 GAINS = [kind for kind in KINDS if kind.startswith(("tova", "h2o", "fade"))]
 MIB = 1 << 20
 

@@ -16,6 +16,7 @@ from msrnn.core.recurrence import read
 from msrnn.core.slots import Slots, gain_of
 from msrnn.kernels import step
 from msrnn.policy import Policy, parse_policy
+from tests.support.residual import check_residual
 
 POLICIES = (
     "tova:6",
@@ -39,6 +40,13 @@ POLICIES = (
     "tova:6,momentum=0.5,gain=value_norm,kv=k8v4",
     "tova-query-head:5,gain=value_norm,kv=int8",
     "h2o-layer+1:6,kv=k8v4",
+    "blend:6",
+    "blend-layer+1:6,kv=int8",
+    "blend:6,kv=k8v4",
+    "tova-query-head:5,residual=0.5,gain=value_norm",
+    "tova:1,residual=1",
+    "window+2:6,residual=0.9",
+    "key_difference:6,residual=0.9",
 )
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -77,6 +85,7 @@ def run_steps(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: P
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_equals_the_definition(text: str, kind: str) -> None:
     policy, attention = parse_policy(text), Attention(0.7, **ATTENTION[kind])
+    attention = attention if policy.residual is None else replace(attention, softcap=None)
     query, key, value = tokens(20, len(text))
     definition = reference.start(policy, HEADS, KV_HEADS)
     expected = reference.run(definition, query[0], key[0], value[0], policy, attention)
@@ -89,13 +98,18 @@ def test_equals_the_definition(text: str, kind: str) -> None:
         if slots.scores is not None:
             scores = dict(zip(positions, slots.scores[0, unit].tolist(), strict=True))
             assert {row.position: pytest.approx(row.score, abs=1e-9) for row in rows}.items() <= scores.items()
+        if slots.residual is not None:
+            check_residual(slots.residual[0], definition.residuals[unit], unit, len(definition.rows))
     if slots.gains is not None:
         held = slots.positions.repeat_interleave(slots.gains.shape[1] // slots.positions.shape[1], 1) >= 0
         values = slots.decoded(torch.float64)[1]
         torch.testing.assert_close(slots.gains[held], gain_of(values, torch.float64)[held])
 
 
-@pytest.mark.parametrize("text", ["tova:6", "h2o:6", "tova-query-head:5", "h2o:6,gain=value_norm", "h2o:6,kv=k8v4"])
+@pytest.mark.parametrize(
+    "text",
+    ["tova:6", "h2o:6", "tova-query-head:5", "h2o:6,gain=value_norm", "h2o:6,kv=k8v4", "blend:6", "blend:6,kv=int8"],
+)
 def test_continues_after_a_chunk(text: str) -> None:
     policy, attention = parse_policy(text), Attention(0.7)
     query, key, value = tokens(30, 3, batch=2)
@@ -108,7 +122,7 @@ def test_continues_after_a_chunk(text: str) -> None:
     assert torch.equal(one.positions.sort(-1)[0], two.positions.sort(-1)[0])
 
 
-@pytest.mark.parametrize("text", ["tova:16", "h2o:16"])
+@pytest.mark.parametrize("text", ["tova:16", "h2o:16", "blend:8"])
 def test_continues_after_padding(text: str) -> None:
     """Held tokens may lie behind slots that padding has left empty."""
     policy, attention = parse_policy(text), Attention(0.7)
@@ -124,7 +138,7 @@ def test_continues_after_padding(text: str) -> None:
     assert torch.equal(one.positions.sort(-1)[0], two.positions.sort(-1)[0])
 
 
-@pytest.mark.parametrize("text", ["h2o:6,gain=value_norm", "tova:6,kv=int8", "tova:6,kv=k8v4"])
+@pytest.mark.parametrize("text", ["h2o:6,gain=value_norm", "tova:6,kv=int8", "tova:6,kv=k8v4", "blend:6"])
 def test_an_idle_row_stays_as_it_is(text: str) -> None:
     policy, attention = parse_policy(text), Attention(0.7)
     query, key, value = tokens(12, 5, batch=2)

@@ -21,6 +21,7 @@ _outside_inference_mode = torch.inference_mode(False)  # slots outlive a caller'
 _INITIAL = 256  # slots that unlimited slots start with, before they double
 NEVER = torch.iinfo(torch.int64).max  # the expiry of a token that is still held
 TENSORS = ("keys", "values", "scales", "positions", "scores", "gains", "memory", "residual", "next", "seen")
+NO_SOFTCAP = "a residual needs logits without a soft cap, and this model has one; use fade instead of blend"
 
 
 def slot_count(policy: Policy, window: int | None = None) -> int | None:

@@ -120,6 +120,8 @@ class PiecePositions:
     def __call__(self, cache: Cache, start: int, size: int) -> Tensor | None:
         if not isinstance(cache, BoundedCache):
             raise ValueError("positions other than plain are for a bounded state; the plain model holds every token")
+        if any(policy.residual is not None for policy in cache.plan.parts):
+            raise ValueError("a residual is a mean of keys of several positions; use positions = 'plain', or fade")
         if start == 0:
             self.start, self.base, self.known = 0, 0.0, {}
             return None

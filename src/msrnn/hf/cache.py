@@ -15,7 +15,8 @@ from ..budgets.profile import plan_for
 from ..core.attention import Attention
 from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
 from ..core.recurrence import Prompt
-from ..core.rules import announce_rule
+from ..core.rules import announce_residual, announce_rule
+from ..core.slots import NO_SOFTCAP
 from ..plan import LayerPolicy, Plan, PolicyLike
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
@@ -62,10 +63,22 @@ def cache(
         )
     for rule in {policy.rule for policy in plan.parts if policy.rule is not None}:
         announce_rule(rule)
+    if any(policy.residual is not None for policy in plan.parts):
+        _check_residual(model, prompt)
     for layer, own in zip(layers, plan.policies, strict=True):
         check_heads(own, layer.kv_heads)
     prepare(model)
     return BoundedCache(model, plan, layers, prompt, chunk)
+
+
+def _check_residual(model: PreTrainedModel, prompt: Prompt) -> None:
+    """Refuse what a residual cannot be computed for."""
+    if prompt == "oneshot":
+        raise ValueError("a residual needs every eviction in its turn; use prompt='recurrent'")
+    if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
+        raise Unsupported(f"{text_config(model).model_type}: {NO_SOFTCAP}")
+    if model.get_input_embeddings().weight.is_cuda:
+        announce_residual()
 
 
 class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]

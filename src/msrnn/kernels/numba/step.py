@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ...core.attention import Attention
 from ...core.buffers import buffer
-from ...core.slots import NEVER, Slots
+from ...core.slots import NEVER, NO_SOFTCAP, Slots
 from ...policy import Policy
 from ..torch import step as torch_step
-from ..torch.residual import NO_SOFTCAP
 from . import openmp
 from .step_kernel import KINDS, STRIDED, WORK, compiled
 

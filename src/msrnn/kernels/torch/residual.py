@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ...core.slots import Columns
 
-NO_SOFTCAP = "a residual needs logits without a soft cap, and this model has one; use fade instead of blend"
-
 
 class Shares:
     """counts [B, U, N + 1]: how much each column counts in the residual; the last is the residual as it was before."""

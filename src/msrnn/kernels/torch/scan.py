@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...core.attention import Attention
 from ...core.rules import score_by_rule
-from ...core.slots import NEVER, Columns
+from ...core.slots import NEVER, NO_SOFTCAP, Columns
 from ...core.units import limits_of, momentum_of
 from ...policy import Policy
-from .residual import NO_SOFTCAP, Shares
+from .residual import Shares
 
 
 class Scan(NamedTuple):
@@ -44,7 +44,7 @@ def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attent
     for row in range(logits.shape[2]):
         now = steps[:, row, None, None]  # [B, 1, 1]
         visible = (positions <= now) & (now <= expiry) & (positions >= 0)
-        held = _attend(logits[:, :, row], weights[:, :, row], visible, attention.sinks, shares)
+        held = _attend(logits[:, :, row], weights[:, :, row], visible, now, attention.sinks, shares)
         new, noted = _score(policy, held, columns, visible, now, scores, memory)
         scores = torch.where(now >= 0, new, scores)
         memory = None if memory is None or noted is None else torch.where(now[..., None] >= 0, noted, memory)
@@ -66,7 +66,9 @@ def shares_of(columns: Columns, logits: Tensor, attention: Attention) -> Shares 
     return Shares(columns, logits.dtype)
 
 
-def _attend(logits: Tensor, out: Tensor, visible: Tensor, sinks: Tensor | None, shares: Shares | None) -> Tensor:
+def _attend(
+    logits: Tensor, out: Tensor, visible: Tensor, now: Tensor, sinks: Tensor | None, shares: Shares | None
+) -> Tensor:
     """logits [B, H, N] -> the weights of visible columns; `out` [B, H, N] becomes the weights of all.
 
     A residual is one column more, and its weight goes to the columns in it.
@@ -75,7 +77,7 @@ def _attend(logits: Tensor, out: Tensor, visible: Tensor, sinks: Tensor | None, 
     if shares is None:
         return out.copy_(_softmax(logits, _by_head(visible, heads), sinks))
     row = torch.cat([logits[..., :-1], shares.logit(logits)], -1)
-    blended = (shares.number > 0).expand(*visible.shape[:2], 1)
+    blended = (shares.number > 0) & (now >= 0)
     weights = _softmax(row, _by_head(torch.cat([visible, blended], -1), heads), sinks)
     held = weights[..., :-1]
     out.copy_(weights[..., -1:] * shares.of(heads))
