@@ -19,6 +19,7 @@ from tests.support.interpreted import INTERPRETED, nan_in_fresh_memory, run_case
 
 if INTERPRETED:
     from msrnn.kernels.triton import scan as triton_scan
+    from msrnn.kernels.triton import scan_residual
 
 HEADS, KV_HEADS, ROWS = 4, 2, 6
 
@@ -33,6 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks and tiles so small that a few rows and heads make several of them, and NaN in all memory that is fresh."""
     monkeypatch.setattr(triton_scan, "_ROWS", 2)
     monkeypatch.setattr(triton_scan, "_TILE", 8)
+    monkeypatch.setattr(scan_residual, "_TILE", 8)
     with nan_in_fresh_memory():
         yield
 
@@ -59,8 +61,22 @@ def chunk(
     gains = None
     if policy.gain is not None:
         gains = 3 * torch.rand(batch, stored, size, generator=generator, dtype=torch.float64)
-    rows = torch.zeros(batch, stored, size, 1, dtype=torch.float64)  # a scan reads neither keys nor values
-    return logits, Columns(rows, rows, positions, scores, gains), steps
+    rows = torch.randn(batch, stored, size, 3, generator=generator, dtype=torch.float64)  # only a residual reads them
+    columns = Columns(rows, rows, positions, scores, gains)
+    if policy.residual is not None:
+        columns = columns._replace(residual=residual(batch, stored, units, generator))
+        before = spread * torch.randn(batch, HEADS, ROWS, 1, generator=generator, dtype=torch.float64)
+        logits = torch.cat([logits, before], -1)
+    return logits, columns, steps
+
+
+def residual(batch: int, stored: int, units: int, generator: torch.Generator) -> Tensor:
+    """Of some tokens, or of none; the heads of a unit have as many."""
+    means = torch.randn(batch, stored, 6, generator=generator, dtype=torch.float64)
+    number = 5 * torch.rand(batch, units, 1, generator=generator, dtype=torch.float64) + 1
+    number[torch.rand(batch, units, 1, generator=generator) < 0.3] = 0
+    number = number.repeat_interleave(stored // units, 1)
+    return torch.cat([means.masked_fill(number == 0, 0), number], -1)
 
 
 def softmax(result: Scan) -> Tensor:
@@ -71,6 +87,7 @@ def assert_same(result: Scan, expected: Scan) -> None:
     assert torch.equal(result.expiry, expected.expiry)
     torch.testing.assert_close(softmax(result), softmax(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(result.scores, expected.scores, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.residual, expected.residual, rtol=0, atol=1e-12)
     assert torch.equal(result.weights == 0, expected.weights == 0)
 
 
@@ -111,6 +128,12 @@ PAIRS = (
     ("tova-head:5,gain=value_norm", "sinks, padding"),
     ("tova-head:5,gain=value_norm", "nothing held, padding"),
     ("tova-query-head:4,gain=value_norm", "plain"),
+    ("blend:6", "plain"),
+    ("blend:6", "wide window"),
+    ("blend-layer+1:6", "sinks, padding"),
+    ("tova+2:6,residual=0.9,gain=value_norm", "sinks, padding"),
+    ("tova-query-head:4,residual=1", "window"),
+    ("blend:6", "nothing held, padding"),
 )
 
 

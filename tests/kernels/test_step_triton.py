@@ -90,6 +90,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "softcap, sinks": {"softcap": 2.0, "sinks": torch.tensor([0.5, -1, 3, 0], dtype=torch.float64)},
     "window": {"window": 5},
     "wide window": {"window": 9},
+    "sinks": {"sinks": torch.tensor([0.5, -1, 3, 0], dtype=torch.float64)},
 }
 GAINS = (  # two query heads share a KV head, and so its gain
     ("tova:6,gain=value_norm", "plain"),
@@ -115,10 +116,21 @@ FORMATS = tuple(  # two query heads share a KV head, or each has its own
     )
 )
 
+RESIDUALS = (
+    ("blend:7", "plain"),
+    ("blend:7", "wide window"),
+    ("blend-layer+1:6", "sinks"),
+    ("tova-query-head:5,residual=0.9,gain=value_norm", "plain"),
+    ("window+2:6,residual=1", "plain"),
+    ("blend:6,kv=int8", "sinks"),
+    ("blend:6,kv=k8v4", "plain"),
+    ("tova-query-head:5,residual=0.5,kv=k8v4", "plain"),
+)
+
 PAIRS = [(policy, list(ATTENTION)[(i + j) % 4]) for i, policy in enumerate(POLICIES) for j in range(2)]
 
 
-@pytest.mark.parametrize("text, kind", [*PAIRS, *GAINS, *FORMATS])
+@pytest.mark.parametrize("text, kind", [*PAIRS, *GAINS, *FORMATS, *RESIDUALS])
 def case_equals_torch(text: str, kind: str) -> None:
     compare(text, Attention(0.4, **ATTENTION[kind]), (2 if kind == "plain" else 1, 4, 2))
 
@@ -134,6 +146,8 @@ SCATTERED = (
     "h2o-layer:7,gain=value_norm",
     "h2o:7,kv=int8",
     "tova:7,kv=k8v4",
+    "blend:7",
+    "blend:7,kv=k8v4",
 )
 
 
@@ -160,7 +174,7 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows, place", [((1, 4, -1), None), ((0, 1, 1 << 40), None), (None, 8), (None, 1 << 40)])
-@pytest.mark.parametrize("text", ["tova:7", "h2o:7,gain=value_norm"])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:7,gain=value_norm", "blend:7"])
 def case_out_of_range_is_idle(text: str, rows: tuple[int, ...] | None, place: int | None) -> None:
     """A row or a next slot that points outside: its output is 0, nothing outside changes, the others go on."""
     policy, attention = parse_policy(text), Attention(0.4)

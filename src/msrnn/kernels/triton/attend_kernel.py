@@ -35,15 +35,15 @@ from .tiles import NO_TOP, cap, hide, place_of, rows_of, tile_columns
 
 @triton.jit(do_not_specialize=["count", "slots", "per", "window"])
 def attend(
-    query, key, value, keys, values, scales, positions, gains, slot, seen, sinks, states, logits, tops, masses, parts,
-    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, scales_b, positions_b, gains_b, slot_b, count,
-    pitch, slots, per, window, table,
+    query, key, value, keys, values, scales, positions, gains, residual, slot, seen, sinks, states, logits, tops,
+    masses, parts, query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, scales_b, positions_b, gains_b,
+    residual_b, slot_b, count, pitch, slots, per, window, table,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
     GAINS: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     KV: tl.constexpr, NS: tl.constexpr, GS: tl.constexpr, GH: tl.constexpr, GP: tl.constexpr, DIGITS: tl.constexpr,
-    WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr, ALIGN: tl.constexpr,
+    WEIGHT_DIGITS: tl.constexpr, PTX: tl.constexpr, ALIGN: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Program (stored head, share): the newcomer is written, and this share of the slots attended to.
 
@@ -110,16 +110,27 @@ def attend(
     sink = tl.full([ROWS], -float("inf"), ACC)
     if SINKS:
         sink = tl.load(sinks + e * GROUP + r, mask=mine & (share == 0), other=-float("inf")).to(ACC)
+    at, inside = _halves(V, VP, KV, GS, GH, GP)
     highest = tl.maximum(tl.maximum(top, new), sink)
+    if RESIDUAL:  # one key and value more, also in the first share
+        residual += home * residual_b + e * (D + V + 1)
+        number = tl.load(residual + D + V).to(ACC)
+        mean = tl.load(residual + d, mask=d < D, other=0.0).to(ACC)
+        blended = tl.sum(asked.to(ACC) * mean[None, :], 1) * SCALE + tl.log(tl.maximum(number, 1.0))
+        blended = tl.where(here & (number > 0), blended, -float("inf"))
+        highest = tl.maximum(highest, blended)
     old, fresh = tl.exp(top - highest), tl.exp(new - highest)
     whole = whole * old + fresh + tl.exp(sink - highest)
     mixed = mixed * old[:, None, None] + fresh[:, None, None] * new_value[None, :, :]
+    if RESIDUAL:
+        rest = tl.exp(blended - highest)
+        whole += rest
+        mixed += rest[:, None, None] * tl.load(residual + D + at, mask=inside, other=0.0).to(ACC)[None, :, :]
     if SPLITS == 1:
         mixed = mixed / tl.where(whole > 0, whole, 1.0)[:, None, None]
     if SCORED or SPLITS > 1:
         tl.store(tops + h * SPLITS + share, highest, mask=mine)
         tl.store(masses + h * SPLITS + share, whole, mask=mine)
-    at, inside = _halves(V, VP, KV, GS, GH, GP)
     to = parts + (h * SPLITS + share)[:, None, None] * V + at[None, :, :]
     tl.store(to, mixed.to(parts.dtype.element_ty), mask=mine[:, None, None] & inside[None, :, :])
 

@@ -30,12 +30,12 @@ UNLIMITED = tl.constexpr(2**31 - 1)
 
 @triton.jit(do_not_specialize=["count", "deciding", "slots", "capacity", "first", "last", "window"])
 def finish(
-    logits, tops, masses, parts, output, positions, scores, gains, slot, seen, states,
+    logits, tops, masses, parts, output, positions, scores, gains, slot, seen, states, victims,
     positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
     momentum, rest, table,
     MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr,
-    GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr,
+    GAINS: tl.constexpr, SHARES: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """The first programs decide for a unit each, the others put a head's shares together.
 
@@ -46,23 +46,23 @@ def finish(
         _combine(tops, masses, parts, output, program - deciding, SPLITS, SHARES, V, VP)
     else:
         _decide(
-            logits, tops, masses, positions, scores, gains, slot, seen, states,
+            logits, tops, masses, positions, scores, gains, slot, seen, states, victims,
             positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
             momentum, rest, table, program,
-            MEMORY, MEMBERS, GROUP, SCORED, WINDOW, SPLITS, UNITS, INDEXED, GAINS, SHARES, WIDE, SOME,
+            MEMORY, MEMBERS, GROUP, SCORED, WINDOW, SPLITS, UNITS, INDEXED, GAINS, SHARES, WIDE, SOME, RESIDUAL,
         )  # fmt: skip
 
 
 @triton.jit
 def _decide(
-    logits, tops, masses, positions, scores, gains, slot, seen, states,
+    logits, tops, masses, positions, scores, gains, slot, seen, states, victims,
     positions_b, scores_b, gains_b, slot_b, count, deciding, pitch, slots, capacity, first, last, window,
     momentum, rest, table, program,
     MEMORY: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, UNITS: tl.constexpr, INDEXED: tl.constexpr, GAINS: tl.constexpr, SHARES: tl.constexpr,
-    WIDE: tl.constexpr, SOME: tl.constexpr,
+    WIDE: tl.constexpr, SOME: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores move on, one unit's victim leaves, and its slot is the next token's."""
+    """Scores move on, one unit's victim leaves, and its slot is the next token's. `victims`: where a residual asks."""
     if table is None:
         b, unit = program // UNITS, program % UNITS
     else:
@@ -92,10 +92,12 @@ def _decide(
     if MEMORY:
         score = _remember(scores, born, score, new, spot, active, slots, momentum, rest, WIDE)
     now, spot = now.to(tl.int32), spot.to(tl.int32)
-    free_slot = _choose(
+    free_slot, victim = _choose(
         positions, born, score, new, spot, now, active, slots, capacity, first, last, window, WINDOW, WIDE
     )
     tl.store(slot + home * slot_b + unit, free_slot.to(tl.int64), mask=active)
+    if RESIDUAL:
+        tl.store(victims + program, tl.where(active, victim, -1))
 
 
 @triton.jit
@@ -180,7 +182,9 @@ def _choose(
     positions, born, score, new, spot, now, active, slots, capacity, first, last, window,
     WINDOW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Empty what leaves, and write the newcomer's position; the lowest slot that is empty then, -1 if there is none."""
+    """Empty what leaves, and write the newcomer's position; the lowest slot that is empty then, and the victim's.
+
+    Both are -1 if there is none."""
     _, at, inside = tile_columns(0, spot, slots, WIDE)
     staying, lasting = born >= 0, now >= 0
     if WINDOW:  # what the next query cannot see leaves by itself
@@ -200,7 +204,8 @@ def _choose(
     tl.store(positions + spot, tl.where(lasting, now, -1).to(tl.int64), mask=active)
     empty = tl.min(tl.where(inside & ((born < 0) | gone), at, slots), 0)
     empty = tl.where(lasting, empty, tl.minimum(empty, spot))
-    return tl.where(empty < slots, empty, -1)
+    victim = tl.where(newest, spot, place)  # nothing that left through the model's own window
+    return tl.where(empty < slots, empty, -1), tl.where(full, victim, -1)
 
 
 @triton.jit

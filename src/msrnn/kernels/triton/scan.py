@@ -18,7 +18,7 @@ from ...core.units import UnitPolicies
 from ...policy import Policy
 from ..torch import scan as torch_scan
 from ..torch.scan import Scan
-from . import scan_kernel
+from . import scan_kernel, scan_residual
 from .concurrency import scan_count
 
 _ROWS = 16  # rows per block: with fewer, programs wait for each other more often; with more, bounds are looser
@@ -30,6 +30,8 @@ _PART = 2  # concurrent scans may occupy 1 / PART of the SMs
 
 def scan(logits: Tensor, columns: Columns, steps: Tensor, policy: Policy, attention: Attention) -> Scan:
     """See `kernels/torch/scan.py`. Nothing waits for the device."""
+    if columns.residual is not None:
+        return scan_residual.scan(logits, columns, steps, policy, attention)
     batch, heads, rows, size = logits.shape
     if size > _MOST_COLUMNS:
         return torch_scan.scan(logits, columns, steps, policy, attention)

@@ -18,15 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.attention import Attention
-from ...core.slots import Slots, decides_by_age
+from ...core.slots import NO_SOFTCAP, Slots, decides_by_age
 from ...policy import KV, Policy
 from ..torch import step as torch_step
 from .attend_kernel import attend
+from .blend_kernel import blend
 from .finish_kernel import UNLIMITED, finish
 from .formats import layout
 from .notes import decision_stream, new_notes, new_output
 from .ragged import Ragged, Tables, ragged_of
 from .scan import split_momentum
+from .scan_residual import decays
 from .tiles import check, fits
 
 # Elements of [slots, head size] that a program works on at a time, its warps, and the programs per SM up to which the
@@ -92,6 +94,7 @@ def _run(launch: _Launch, out: Tensor | None) -> Tensor:
     launch.attend()
     if launch.aside is None:
         launch.finish(launch.units, launch.splits)
+        launch.blend()
     else:
         with launch.aside.deciding():
             launch.finish(launch.units, 0)
@@ -129,7 +132,8 @@ class _Launch:
         self.cut = _cut(batch, heads, self.stored, lengths, sizes, slots.kv, query.device)
         splits = self.cut["SPLITS"]
         stream = decision_stream.get()
-        self.aside = stream if stream is not None and scored and batch * heads <= _MOST_HEADS_ASIDE else None
+        aside = scored and slots.residual is None and batch * heads <= _MOST_HEADS_ASIDE
+        self.aside = stream if aside else None
         self.notes = (new_notes if self.aside is None else self.aside.take)(query, self.count, splits, scored)
         self.output, self.parts = new_output(query, value, splits)
         self.scales = slots.keys if slots.scales is None else slots.scales
@@ -137,6 +141,13 @@ class _Launch:
         self.flags = {"SCORED": scored, "WINDOW": attention.window is not None, "SPLITS": splits, "UNITS": units}
         self.flags |= {"INDEXED": slots.rows is not None, "GAINS": scored and slots.gains is not None}
         self.table = None if ragged is None else ragged.table
+        self.flags |= {"RESIDUAL": slots.residual is not None}
+        self.residual = self.notes.tops if slots.residual is None else slots.residual
+        self.victims = self.seen  # stands in where nobody asks for them
+        if slots.residual is not None:
+            if attention.softcap is not None:
+                raise ValueError(NO_SOFTCAP)
+            self.victims = torch.empty(batch, units, dtype=torch.int32, device=query.device)
 
     @property
     def gains(self) -> Tensor:
@@ -149,10 +160,12 @@ class _Launch:
     def attend(self) -> None:
         slots, attention = self.slots, self.attention
         attend[(len(self.new[0]) * self.stored, self.cut["SPLITS"])](
-            *(*self.new, slots.keys, slots.values, self.scales, slots.positions, self.gains, slots.next, self.seen),
-            *(self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
+            *(*self.new, slots.keys, slots.values, self.scales, slots.positions, self.gains, self.residual, slots.next),
+            *(self.seen, self.seen if attention.sinks is None else attention.sinks, self.rows, *self.notes, self.parts),
             *(stride for tensor in self.new for stride in tensor.stride()[:2]),
-            *self._strides(slots.keys, slots.values, self.scales, slots.positions, self.gains, slots.next),
+            *self._strides(
+                slots.keys, slots.values, self.scales, slots.positions, self.gains, self.residual, slots.next
+            ),
             *(len(slots.keys), self.notes.logits.shape[2], self.count, self.cut["per"], attention.window or 0),
             self.table,
             SCALE=float(attention.scale),
@@ -174,7 +187,7 @@ class _Launch:
         capacity = UNLIMITED.value if policy.capacity is None else policy.capacity
         finish[(deciding + combining,)](
             *(*self.notes, self.parts, self.output, slots.positions, scores, self.gains, slots.next, self.seen),
-            *(self.rows, *self._strides(slots.positions, scores, self.gains, slots.next)),
+            *(self.rows, self.victims, *self._strides(slots.positions, scores, self.gains, slots.next)),
             *(len(slots.keys), deciding, self.notes.logits.shape[2], self.count, capacity, policy.first, policy.last),
             *(self.attention.window or 0, *split_momentum(policy.momentum), self.table),
             MEMORY=slots.scores is not None,
@@ -185,6 +198,30 @@ class _Launch:
             SHARES=triton.next_power_of_2(self.cut["SPLITS"]),
             **self.flags,
             **_tile(self.members, self.count),
+        )
+
+    def blend(self) -> None:
+        """What has just left joins the residual, where there is one."""
+        slots, sizes = self.slots, self.cut["attend"]
+        if slots.residual is None:
+            return
+        names = ("STORED", "D", "V", "DP", "VP", "KV", "NS", "GS", "GH")
+        blend[(len(self.new[0]) * self.stored,)](
+            *(
+                self.victims,
+                slots.keys,
+                slots.values,
+                self.scales,
+                slots.residual,
+                self.rows,
+                decays(self.policy, slots.residual),
+            ),
+            *self._strides(slots.keys, slots.values, self.scales, slots.residual),
+            *(len(slots.keys), self.count),
+            UNITS=self.flags["UNITS"],
+            INDEXED=self.flags["INDEXED"],
+            **{name: sizes[name] for name in names},
+            num_warps=1,
         )
 
 
