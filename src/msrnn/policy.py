@@ -92,8 +92,8 @@ class Policy:
         return self.capacity is None or self.first + self.last == self.capacity
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether all kernels know it. Research rules have none, residuals so far only some on a CPU."""
+    def runs_everywhere(self) -> bool:
+        """Whether every kernel and vLLM take it: research rules have no kernels, and residuals not all of them."""
         return self.rule is None and self.residual is None
 
     def __str__(self) -> str:

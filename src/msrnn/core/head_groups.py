@@ -91,7 +91,7 @@ def groups(policies: Sequence[Policy], layer: Sequence[Slots]) -> list[Group]:
     """The KV heads of a layer, those of similar size together where that is faster; the longest group first."""
     members: dict[object, list[int]] = {}
     for head, (policy, slots) in enumerate(zip(policies, layer, strict=True)):
-        alone = not _together(slots.keys.device) or not policy.has_kernels or policy.blind
+        alone = not _together(slots.keys.device) or not policy.runs_everywhere or policy.blind
         scored = (policy.momentum > 0, slots.scores is None, slots.gains is None)
         size = max(_SHORTEST, slots.positions.shape[2] - 2).bit_length()
         members.setdefault(head if alone else (policy.scope, policy.kv, *scored, size), []).append(head)

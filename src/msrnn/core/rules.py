@@ -109,11 +109,6 @@ def announce_rule(name: str) -> None:
     log.warning("msrnn: %s has no kernel yet: it runs in plain PyTorch, exact but slow", name)
 
 
-@cache
-def announce_residual() -> None:
-    log.warning("msrnn: residuals have no kernel for a GPU yet: they run in plain PyTorch, exact but slow")
-
-
 def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"msrnn_rule_{path.stem}", path)
     assert spec is not None

@@ -80,10 +80,10 @@ class Engine:
         self.rnn = RNN(model, policy, length=length, chunk=options.chunk, piece=options.piece)
         unbounded = any(policy.capacity is None for policy in self.rnn.plan.parts)
         self.length = (length or trained) if unbounded else None
-        slow = [policy for policy in self.rnn.plan.parts if not policy.has_kernels]
-        self.graphs = (on_gpu and not slow) if options.cuda_graphs is None else options.cuda_graphs
-        if self.graphs and slow:
-            raise ValueError(f"{slow[0]} has no kernel yet, so it cannot go into a CUDA graph; leave cuda_graphs out")
+        rules = [policy.rule for policy in self.rnn.plan.parts if policy.rule is not None]
+        self.graphs = (on_gpu and not rules) if options.cuda_graphs is None else options.cuda_graphs
+        if self.graphs and rules:
+            raise ValueError(f"{rules[0]} has no kernel yet, so it cannot go into a CUDA graph; leave cuda_graphs out")
         if self.graphs and not on_gpu:
             raise ValueError(f"CUDA graphs need a GPU, and the model is on {self.rnn.device}; leave cuda_graphs out")
         self.fused = self.graphs if options.fused_projections is None else options.fused_projections

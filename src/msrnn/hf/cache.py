@@ -15,7 +15,7 @@ from ..budgets.profile import plan_for
 from ..core.attention import Attention
 from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
 from ..core.recurrence import Prompt
-from ..core.rules import announce_residual, announce_rule
+from ..core.rules import announce_rule
 from ..core.slots import NO_SOFTCAP
 from ..plan import LayerPolicy, Plan, PolicyLike
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
@@ -77,8 +77,6 @@ def _check_residual(model: PreTrainedModel, prompt: Prompt) -> None:
         raise ValueError("a residual needs every eviction in its turn; use prompt='recurrent'")
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise Unsupported(f"{text_config(model).model_type}: {NO_SOFTCAP}")
-    if model.get_input_embeddings().weight.is_cuda:
-        announce_residual()
 
 
 class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]

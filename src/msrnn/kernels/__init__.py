@@ -72,7 +72,7 @@ def _installed(package: str) -> bool:
 
 def takes_exponentials(device: str, policy: Policy) -> bool:
     """Whether the scan for a kind of device can start from exponentials."""
-    return device == "cpu" and policy.has_kernels and not isinstance(policy, UnitPolicies) and compiled(device)
+    return device == "cpu" and policy.runs_everywhere and not isinstance(policy, UnitPolicies) and compiled(device)
 
 
 def scan(
@@ -89,7 +89,7 @@ def scan(
     they overflowed or vanished: then call again with the logits themselves.
     """
     device = logits.device.type
-    if not policy.has_kernels and device == "cuda" and compiled(device):
+    if policy.rule is not None and device == "cuda" and compiled(device):
         return rule_graph.scan(logits, columns, steps, policy, attention)
     by_unit = device == "cpu" and isinstance(policy, UnitPolicies)
     if policy.rule is not None or by_unit or not compiled(device):
@@ -114,8 +114,7 @@ def step(
 ) -> Tensor:
     """One token of every row, in place; see `kernels/torch/step.py`. The output goes to `out` if given."""
     device = query.device.type
-    known = device in ("cpu", "cuda") and (policy.rule is None if device == "cpu" else policy.has_kernels)
-    if not known or attention.sharded or not compiled(device):
+    if device not in ("cpu", "cuda") or policy.rule is not None or attention.sharded or not compiled(device):
         output = torch_step.step(slots, query, key, value, policy, attention)
         return output if out is None else out.copy_(output)
     if device == "cpu":
@@ -212,7 +211,7 @@ def fast_chunks(
     dtype, device = tokens[0].dtype, tokens[0].device.type
     if device != "cpu" or dtype not in (pytorch.float32, pytorch.float64) or space.slots.limit is None:
         return None
-    if not policy.has_kernels or isinstance(policy, UnitPolicies) or attention.sharded or not compiled(device):
+    if not policy.runs_everywhere or isinstance(policy, UnitPolicies) or attention.sharded or not compiled(device):
         return None
     from .numba.chunk import Chunks
 

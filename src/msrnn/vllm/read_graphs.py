@@ -32,7 +32,7 @@ _graphs: dict[tuple[int | None, Kind], ReadGraphs] = {}  # by lane and kind
 
 def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
     """Only layers without a rule, sinks and tensor parallelism; on a GPU only compiled kernels, as others wait."""
-    alike = policy.has_kernels and attention.sinks is None and not attention.sharded
+    alike = policy.runs_everywhere and attention.sinks is None and not attention.sharded
     device, slots = blocks.keys.device.type, blocks.positions.shape[2]
     return alike and slots <= _MOST_SLOTS and (device != "cuda" or kernels.compiled(device))
 

@@ -51,9 +51,9 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             "lower --tensor-parallel-size, or use a policy whose layers decide as one (tova, h2o-layer)",
         ),
         (
-            any(not part.has_kernels for policy in policies for part in parts(policy)),
-            "research policies and residuals have no kernel yet; use msrnn generate or msrnn eval, or a policy "
-            "such as tova",
+            any(not part.runs_everywhere for policy in policies for part in parts(policy)),
+            "research policies have no kernel yet, and residuals (blend) no place in its blocks; use msrnn generate or "
+            "msrnn eval, or a policy such as tova",
         ),
         (
             len(policies) not in (1, layers),

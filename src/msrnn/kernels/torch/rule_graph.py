@@ -1,6 +1,6 @@
-"""The scan of a policy without kernels on a GPU as one CUDA graph: thousands of small kernels, launched by one replay.
+"""A research rule's scan on a GPU as one CUDA graph: thousands of small kernels, launched by one replay.
 
-A research rule that a graph cannot hold (it waits for the device) runs kernel by kernel instead.
+A rule that a graph cannot hold (it waits for the device) runs kernel by kernel instead.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _alike(slots: Sequence[Slots], policies: Sequence[Policy], window: int | Non
     tensors = ({name: rows for name, rows in one.tensors().items() if name != "seen"} for one in slots)
     shapes = {tuple((name, rows.dtype, len(rows), rows.shape[3:]) for name, rows in one.items()) for one in tensors}
     single = all(one.keys.shape[1] == one.positions.shape[1] == 1 and fits(one) for one in slots)
-    return single and len(kinds) == len(shapes) == 1 and all(policy.has_kernels for policy in policies)
+    return single and len(kinds) == len(shapes) == 1 and all(policy.runs_everywhere for policy in policies)
 
 
 def _table(
