@@ -7,6 +7,8 @@ For every number of plain slots: `fade` and `blend` in their bytes, and with the
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from books import (
     Losses,
     interval,
@@ -42,7 +44,9 @@ def main() -> None:
     model, tokenizer = load_model(arguments)
     books = novels(tokenizer, split(arguments.data)[arguments.half == "reporting"], arguments.length, arguments.chunks)
     name = f"blend-{arguments.half}"
-    losses = Losses(model, books, arguments.batch, measurements_path(arguments, name), name)
+    model_name = Path(arguments.model or "bundled").name
+    path = measurements_path(arguments, f"{name}-{model_name}-{arguments.length}")
+    losses = Losses(model, books, arguments.batch, path, name)
     full, policies = losses.of("full"), {"full": ("full", None)}
     for slots in arguments.slots:
         for fade, blend in pairs(model, slots):
