@@ -33,6 +33,8 @@ from msrnn.policy import Policy, check_size, fade, full, h2o, needs_model, parse
         ("fade:512", Policy(512, last=256, momentum=1 - 1.5 / 512, scope="kv_head")),
         ("fade-layer+4:64", Policy(64, first=4, last=32, momentum=1 - 1.5 / 64, scope="layer")),
         ("fade:512,last=64", Policy(512, last=64, momentum=1 - 1.5 / 512, scope="kv_head")),
+        ("blend:512", Policy(512, last=256, momentum=1 - 1.5 / 512, scope="kv_head", residual=1 - 1.5 / 512)),
+        ("tova:8,residual=0.9", Policy(8, residual=0.9)),
     ],
 )
 def test_text_form(text: str, policy: Policy) -> None:
@@ -47,6 +49,8 @@ def test_other_spellings() -> None:
     assert parse_policy("h2o-head:8") == h2o(8)
     assert parse_policy("tova:64,momentum=1-4/k") == parse_policy("tova:64,momentum=0.9375")
     assert parse_policy("tova:2,momentum=1-4/k") == tova(2)
+    assert parse_policy("tova:64,residual=1-4/k") == parse_policy("tova:64,residual=0.9375")
+    assert parse_policy("fade:8,residual=1-1.5/k") == parse_policy("Blend:8")
     assert parse_policy("fade:1") == fade(1) == Policy(1, scope="kv_head")
     assert parse_policy("window+4:8") == window(8, 4)
     assert full().blind
@@ -59,11 +63,14 @@ def test_other_spellings() -> None:
     shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     momentum=st.sampled_from([0.0, 0.25, 1 - 1.5 / 512, 1.0]),
     scope=st.sampled_from(["layer", "kv_head", "query_head"]),
+    residual=st.sampled_from([None, 0.0, 0.25, 1 - 1.5 / 512, 1.0]),
 )
-def test_parse_reads_what_str_writes(capacity: int | None, shares: tuple, momentum: float, scope: str) -> None:
+def test_parse_reads_what_str_writes(
+    capacity: int | None, shares: tuple, momentum: float, scope: str, residual: float | None
+) -> None:
     first = int(shares[0] * (capacity or 100))
     last = int(shares[1] * ((capacity or 100) - first))
-    policy = Policy(capacity, first, last, momentum, scope)
+    policy = Policy(capacity, first, last, momentum, scope, residual=residual if capacity else None)
     assert parse_policy(str(policy)) == policy
 
 
@@ -143,6 +150,8 @@ def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) ->
         ("full:momentum=1-4/k", "not a number"),
         ("tova:8,last=1/0", "not a number"),
         ("tova:8,momentum=2", "from 0 (TOVA) to 1 (H2O)"),
+        ("tova:8,residual=2", "from 0 (the last that left) to 1"),
+        ("tova:8,residual=x", "not a number"),
         ("tova:8,scope=kvhead", "did you mean 'kv_head'"),
         ("tova:8,last=-1", "0 or more"),
     ],

@@ -58,6 +58,12 @@ def test_relative_positions_are_ranks():
     assert result[[2, 0, 3]].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("name", ["gaps", "relative"])
+def test_a_residual_has_no_position_to_change(model, ids, name):
+    with pytest.raises(ValueError, match="use positions = 'plain'"):
+        token_nll(model, ids, "blend:8", positions=positions.scheme(name, model))
+
+
 def test_the_plain_model_takes_no_other_positions(model, ids):
     with pytest.raises(ValueError, match="for a bounded state"):
         token_nll(model, ids, positions=positions.scheme("gaps", model))

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from msrnn.eval.perplexity import token_nll
 from msrnn.eval.record import read_records
+from msrnn.policy import parse_policy
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,6 +147,23 @@ def test_the_residual_is_a_decaying_mean_of_what_left(by_number: bool) -> None:
     mean = (0.5 * 2 + 3) / 1.5
     weight = 1.5 if by_number else 1
     assert outputs[4] == pytest.approx((1 + weight * mean + 4 + 5) / (3 + weight))
+
+
+def test_fade_and_blend_in_the_same_bytes(
+    data: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import blend
+
+    out = tmp_path / "blend.jsonl"
+    options = ["--data", str(data), "--model", model, "--chunks", "1", "--half", "reporting", "--out", str(out)]
+    run(blend, monkeypatch, *options, "--length", "64", "--slots", "16")
+    run(blend, monkeypatch, *options, "--length", "48", "--slots", "16")
+    results = read_records(out)
+    names = [one.policy.partition(":")[0] for one in results]
+    assert names == ["full", "fade", "blend", "fade", "blend"] * 2
+    sizes = [parse_policy(one.policy).capacity for one in results[1:3]]
+    assert sizes[0] > sizes[1], "the residual takes its bytes from the slots"
+    assert capsys.readouterr().out.count("of its gap") == 4
 
 
 @pytest.mark.slow

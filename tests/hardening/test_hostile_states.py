@@ -185,6 +185,25 @@ def test_a_hostile_file_is_refused(model: hf.LlamaForCausalLM, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
+    "change, reason",
+    [
+        (put("0.residual", (0, 0, -1), -1.0), "the residual holds fewer than 0 tokens"),
+        (put("1.residual", (0, 1, 3), float("nan")), "numbers that are not finite"),
+        (replace("0.residual", lambda x: x[..., :-1]), "not float32"),
+        (replace("0.residual", lambda x: None), "residual"),
+    ],
+)
+def test_a_hostile_residual_is_refused(
+    model: hf.LlamaForCausalLM, tmp_path: Path, change: Callable[[Tensors], None], reason: str
+) -> None:
+    rnn, path = saved(model, "blend:10", tmp_path / "state")
+    altered(path, change)
+    with pytest.raises(msrnn.StateError, match=reason) as error:
+        rnn.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "about",
     [
         *({name: None} for name in ("policy", "model", "dtype", "prompt mode")),
@@ -272,7 +291,7 @@ FAMILIES = {
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SHAPE)),
 }  # fmt: skip
 POLICIES = ("tova:10", "h2o:10", "tova-head+2:10", "tova-query-head:6", "window+3:10", "tova:10,gain=value_norm",
-            "fade:10", "full", "tova+1:10,last=3", "tova:1", "h2o+2:64", "window:64")  # fmt: skip
+            "fade:10", "full", "tova+1:10,last=3", "tova:1", "h2o+2:64", "window:64", "blend:10")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,7 +300,7 @@ def test_what_a_model_makes_is_taken_back(family: str, tmp_path: Path) -> None:
     """No check is too strict: every policy, prompt mode and length, with padding, over several kinds of models."""
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
-    for number, policy in enumerate(POLICIES):
+    for number, policy in enumerate(POLICIES[:-1] if family == "gemma2" else POLICIES):  # soft caps take no residual
         rnn = msrnn.RNN(model, policy, prompt="oneshot" if number % 3 == 2 else "recurrent", chunk=5)
         for length in (1, 10, 40) if number % 2 else (3, 11):
             mask = torch.ones(2, length, dtype=torch.long)

@@ -63,6 +63,11 @@ def test_oneshot_prompt(llama, policy: str) -> None:
         msrnn.cache(model, policy, prompt="one-shot")
 
 
+def test_a_residual_takes_no_oneshot_prompt(llama) -> None:
+    with pytest.raises(ValueError, match="use prompt='recurrent'"):
+        msrnn.cache(llama(), "blend:8", prompt="oneshot")
+
+
 def test_a_policy_for_every_layer(llama) -> None:
     model, ids, plan = llama().double(), some_ids(14), ["tova:4", "window+1:8", "h2o:6"]
     want = slow_greedy(model, plan, ids, 20)

@@ -97,7 +97,8 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
         raise Refused(
             f"{text!r} names a file; the page takes policies by name only, e.g. tova:256 or key_difference:256"
         )
-    if name.startswith("blend") or ",residual=" in kind:
+    spelling = kind.lower().replace(" ", "")
+    if spelling.startswith("blend") or ",residual=" in spelling:
         raise Refused(f"{text!r} has a residual, which is not shown here yet; choose a policy such as fade:256")
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
