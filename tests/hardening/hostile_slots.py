@@ -81,7 +81,15 @@ CHANGES = {
     "a NaN residual": put("residual", float("nan")),
     "a residual of fewer than 0 tokens": put("residual", -3.0),
 }
-POLICIES = ("h2o:10", "tova:10", "tova-head+2:10,last=3", "tova:10,gain=value_norm", "window+2:10", "tova:1", "blend:10")
+POLICIES = (
+    "h2o:10",
+    "tova:10",
+    "tova-head+2:10,last=3",
+    "tova:10,gain=value_norm",
+    "window+2:10",
+    "tova:1",
+    "blend:10",
+)
 
 
 def kernels(interpreted: bool) -> dict[str, Callable[..., object]]:

@@ -20,7 +20,17 @@ from tests.support.plain_loop import Loop
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 IDS = torch.randint(3, 64, (1, 48), generator=torch.Generator().manual_seed(0))
-POLICIES = ("tova:6", "h2o:6", "tova-head+2:6", "window+2:6", "tova:6,gain=value_norm", "fade:8", "tova:1", "window:1", "blend:8")
+POLICIES = (
+    "tova:6",
+    "h2o:6",
+    "tova-head+2:6",
+    "window+2:6",
+    "tova:6,gain=value_norm",
+    "fade:8",
+    "tova:1",
+    "window:1",
+    "blend:8",
+)
 SEED = 8
 
 
