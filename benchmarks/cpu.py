@@ -75,29 +75,28 @@ def pair_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity:
     yield row("pair", names[1], runs[names[1]], runs[names[0]], length=length, against=names[0])
 
 
-def formats_table(
-    model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, repeat: int, tokens: int
+def turns_table(
+    model: PreTrainedModel, ids: torch.Tensor, what: str, names: list[str], length: int, repeat: int, tokens: int
 ) -> Iterator[dict]:
-    """Slots of fewer bits against slots of the model's dtype: reading, then token by token, taking turns."""
-    names = [f"tova:{capacity}{kv}" for kv in ("", ",kv=int8", ",kv=k8v4")]
+    """Policies against the first of them: reading, then token by token, taking turns."""
     runs: dict[str, list[float]] = {name: [] for name in names}
     states = {name: prefill_bounded(model, ids[:700], name)[1] for name in names}  # compiles
-    for turn in tqdm(range(repeat), desc=f"slot formats, {length}", leave=False):
+    for turn in tqdm(range(repeat), desc=f"{what}, {length}", leave=False):
         for name in names if turn % 2 else reversed(names):
             start = time.perf_counter()
             states[name] = prefill_bounded(model, ids[:length], name)[1]
             runs[name].append(time.perf_counter() - start)
     for name in names:
-        yield row("formats prefill", name, runs[name], runs[names[0]], length=length, against=names[0])
+        yield row(f"{what} prefill", name, runs[name], runs[names[0]], length=length, against=names[0])
     steps: dict[str, list[float]] = {name: [] for name in names}
     rnns = {name: msrnn.RNN(model, name) for name in names}
-    for step in tqdm(range(tokens), desc="slot formats, decoding", leave=False):
+    for step in tqdm(range(tokens), desc=f"{what}, decoding", leave=False):
         for name in names if step % 2 else reversed(names):
             start = time.perf_counter()
             _, states[name] = rnns[name].step(ids[length + step].view(1, 1), states[name])
             steps[name].append(time.perf_counter() - start)
     for name in names:
-        yield row("formats decode", name, steps[name][2:], steps[names[0]][2:], length=length, against=names[0])
+        yield row(f"{what} decode", name, steps[name][2:], steps[names[0]][2:], length=length, against=names[0])
 
 
 def decode_table(model: PreTrainedModel, ids: torch.Tensor, length: int, capacity: int, tokens: int) -> Iterator[dict]:
@@ -213,7 +212,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, help="prompt of the comparison with kvpress")
     parser.add_argument("--continuation", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["prefill", "pair", "formats", "decode", "kvpress"])
+    parser.add_argument("--parts", nargs="+", default=["prefill", "pair", "formats", "residual", "decode", "kvpress"])
     parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "cpu.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -226,13 +225,17 @@ def main() -> None:
     for policy in POLICIES:  # compile and warm up
         prefill_bounded(model, ids[:700], f"{policy}:64")
     tables: list[Iterator[dict]] = []
+    turns = options.repeat, options.decode_tokens
     if "prefill" in options.parts:
         tables += [prefill_table(model, ids, n, options.capacity, options.repeat) for n in options.lengths]
     if "pair" in options.parts:
         tables += [pair_table(model, ids, n, options.capacity, 2 * options.repeat) for n in options.lengths]
     if "formats" in options.parts:
-        sizes = (options.capacity, options.repeat, options.decode_tokens)
-        tables += [formats_table(model, ids, n, *sizes) for n in options.lengths]
+        names = [f"tova:{options.capacity}{kv}" for kv in ("", ",kv=int8", ",kv=k8v4")]
+        tables += [turns_table(model, ids, "formats", names, n, *turns) for n in options.lengths]
+    if "residual" in options.parts:
+        names = [f"{policy}:{options.capacity}" for policy in ("fade", "blend")]
+        tables += [turns_table(model, ids, "residual", names, n, *turns) for n in options.lengths]
     if "decode" in options.parts:
         tables += [decode_table(model, ids, options.decode_at, options.capacity, options.decode_tokens)]
     if "kvpress" in options.parts:

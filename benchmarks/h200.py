@@ -164,8 +164,27 @@ def overhead(s: Session) -> None:
 def formats(s: Session) -> None:
     """Slots of 16, 8 and 4 bits: steps and the largest batch."""
     settings = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
-    policies = (s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4")
-    for batch in (384, 1, 48) if not s.small else (2,):
+    steps(s, _formats(s), (384, 1, 48))
+    full = s.figure("full, largest", lambda: decode.largest_full(s.model, s.context, None, **settings))
+    for policy in _formats(s):
+        s.figure(f"{policy}, largest", lambda: decode.largest(s.model, policy, s.context, **settings), times_full=full)
+
+
+def _formats(s: Session) -> tuple[str, ...]:
+    return s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4"
+
+
+def residual(s: Session) -> None:
+    """What the residual of `blend` costs."""
+    policies = f"fade:{s.k}", f"blend:{s.k}"
+    steps(s, policies, (384, 48, 1))
+    prefills(s, policies, (32, 1))
+
+
+def steps(s: Session, policies: tuple[str, ...], batches: tuple[int, ...]) -> None:
+    """Decoding steps of policies, against the first of them."""
+    settings = {"runs": s.options.runs, "compiled": s.options.compiled, "bytes_per_second": s.speed}
+    for batch in batches if not s.small else (2,):
         plain = None
         for policy in policies:
             step = s.figure(
@@ -173,16 +192,12 @@ def formats(s: Session) -> None:
                 times_plain=plain,
             )  # fmt: skip
             plain = plain or step
-    full = s.figure("full, largest", lambda: decode.largest_full(s.model, s.context, None, **settings))
-    for policy in policies:
-        s.figure(f"{policy}, largest", lambda: decode.largest(s.model, policy, s.context, **settings), times_full=full)
 
 
-def formats_prefill(s: Session) -> None:
-    """Prompts into slots of 16, 8 and 4 bits."""
-    policies = (s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4")
+def prefills(s: Session, policies: tuple[str, ...], batches: tuple[int, ...]) -> None:
+    """Prompts under policies, against the first of them."""
     settings = {"chunk": 256 if not s.small else 16, "runs": min(3, s.options.runs)}
-    for batch in (32, 1) if not s.small else (2,):
+    for batch in batches if not s.small else (2,):
         plain = None
         for policy in policies:
             read = s.figure(
@@ -319,7 +334,8 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "decode": lambda s: decoding(s, "llama-2-7b"),
     "overhead": overhead,
     "formats": formats,
-    "formats_prefill": formats_prefill,
+    "formats_prefill": lambda s: prefills(s, _formats(s), (32, 1)),
+    "residual": residual,
     "latency": latency,
     "latency3": lambda s: latency(s, "llama-3-8b"),
     "prefill": lambda s: prompts(s, False),

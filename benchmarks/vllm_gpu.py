@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from turns import own_turn
 from vllm_gpu_engine import ROPE_THETA, memory_of, set_weights, start
 from vllm_gpu_kernels import kernels_of
 from vllm_gpu_summary import summary
@@ -87,7 +88,6 @@ def main() -> None:
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
     parser.add_argument("--long-rounds", type=int, default=1, help="rounds of loads that take a minute or more")
     parser.add_argument("--kernels", nargs="+", default=[], help="loads whose kernels are recorded, after all others")
-    parser.add_argument("--wait", help="begin to measure when this file is gone; see --together")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
     parser.add_argument("--kv-gib", type=float, help="GiB for keys and values of each engine, instead of what is free")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU")
@@ -120,20 +120,9 @@ def run_in_turn(options: argparse.Namespace) -> list[str]:
 
 def run_together(options: argparse.Namespace) -> list[str]:
     """All engines start at the same time; only one of them measures at a time -> those that failed."""
-    turns = [tempfile.mktemp(prefix="turn-") for _ in options.engines]
-    for turn in turns[1:]:
-        Path(turn).touch()
-    running = [
-        subprocess.Popen([*_command(engine), "--wait", turn])
-        for engine, turn in zip(options.engines, turns, strict=True)
-    ]
-    failed = []
-    for number, (engine, process) in enumerate(zip(options.engines, running, strict=True)):
-        if process.wait():
-            failed.append(engine)
-        if number + 1 < len(turns):
-            Path(turns[number + 1]).unlink()
-    return failed
+    turns = {} if "TURNS" in os.environ else {"TURNS": f"{tempfile.mkdtemp(prefix='turns-')}:{len(options.engines)}"}
+    running = {engine: subprocess.Popen(_command(engine), env=os.environ | turns) for engine in options.engines}
+    return [engine for engine, process in running.items() if process.wait()]
 
 
 def _command(engine: str) -> list[str]:
@@ -142,7 +131,7 @@ def _command(engine: str) -> list[str]:
 
 def measure(options: argparse.Namespace, engine: str) -> None:
     """One engine: start it, then the loads round after round while there is time."""
-    begin, share = time.monotonic(), 60 * options.minutes / len(options.engines)
+    begin = time.monotonic()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.pop("MSRNN_POLICY", None)
@@ -152,12 +141,16 @@ def measure(options: argparse.Namespace, engine: str) -> None:
     llm, start_s = start(options, engine)
     about = shared | memory_of(llm) | {"start_s": round(start_s, 1)}
     write(options.out, about | {"kind": "vllm start"} | start_parts(llm))
-    while options.wait and Path(options.wait).exists():
-        time.sleep(0.1)
-    begin = begin if options.wait is None else time.monotonic()
-    attention = None
+    share = 60 * options.minutes / len(options.engines)
+    with own_turn():
+        measure_loads(options, engine, llm, about, share - (0 if options.together else time.monotonic() - begin))
+
+
+def measure_loads(options: argparse.Namespace, engine: str, llm: Any, about: dict[str, Any], seconds: float) -> None:
+    """Round after round, as long as there is time; then the kernels."""
+    begin, attention = time.monotonic(), None
     for turn, load in rounds(options):
-        if time.monotonic() - begin > share:
+        if time.monotonic() - begin > seconds:
             print(f"{engine}: out of time before {load.name} of round {turn + 1}", flush=True)
             break
         if load.attention != attention:

@@ -14,7 +14,7 @@ ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
 
 def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
     """vLLM's engine in this process, and the seconds until it takes requests."""
-    folder = model_folder(options)
+    folder = model_folder(options.shape, options.small)
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -56,14 +56,14 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
     return llm, time.perf_counter() - begin
 
 
-def model_folder(options: argparse.Namespace) -> str:
+def model_folder(name: str, small: bool = False) -> str:
     """A folder with a configuration and no weights."""
     from msrnn.bench.shapes import config
 
     changes: dict[str, Any] = {"attention_bias": True, "max_position_embeddings": 131072}
-    changes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA[options.shape]}
-    changes |= {"hidden_size": 256} if options.small else {}  # vLLM on a CPU has no heads of 16
-    shape = config("tiny" if options.small else options.shape, **changes)
+    changes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA[name]}
+    changes |= {"hidden_size": 256} if small else {}  # vLLM on a CPU has no heads of 16
+    shape = config("tiny" if small else name, **changes)
     shape.architectures = ["LlamaForCausalLM"]
     shape.bos_token_id, shape.eos_token_id = 1, 2
     folder = tempfile.mkdtemp(prefix="msrnn-shape-")

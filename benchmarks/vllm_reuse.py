@@ -19,9 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from turns import own_turn
+from vllm_gpu_engine import model_folder, set_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch")
     parser.add_argument("--many", type=int, default=0, help="prompts at once that share nothing, measured at the end")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each of these")
+    parser.add_argument("--together", action="store_true", help="start both engines at once")
     parser.add_argument("--commit", help="where the machine has no git")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "vllm.jsonl")
     parser.add_argument("--one", choices=["pool", "none"], help=argparse.SUPPRESS)
@@ -46,7 +51,10 @@ def main() -> None:
     if options.one:
         print("RUNS " + json.dumps(measure(options, options.one)), flush=True)
         return
-    record = conditions(options) | compare(alone("pool"), alone("none"))
+    if options.together:
+        os.environ.setdefault("TURNS", f"{tempfile.mkdtemp(prefix='turns-')}:2")
+    with ThreadPoolExecutor(2 if options.together else 1) as engines:
+        record = conditions(options) | compare(*engines.map(alone, ("pool", "none")))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -109,6 +117,13 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     transfer = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {STATES: 16 * options.rounds}}
     pool = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER} if kind == "pool" else {}
     llm = LLM(**settings(options), **pool, worker_cls=WORKER)
+    if options.shape is not None:
+        set_weights(llm, "steady")
+    with own_turn():
+        return runs_of(llm, options, kind)
+
+
+def runs_of(llm: Any, options: argparse.Namespace, kind: str) -> dict[str, Any]:
     runs = []
     for turn in range(-1, options.rounds):  # the first round is a warm-up
         for number, prompt in list(enumerate(prompts(options, turn)))[0 if kind == "pool" else -1 :]:
@@ -128,19 +143,14 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     common |= {"long_prefill_token_threshold": 512, "long_prefill_token_threshold_adaptive": True}  # as msrnn serve
     if options.shape is None:
         return common | {"model": str(bundled()), "dtype": "float32", "enforce_eager": True} | _memory()
-    from msrnn.bench.shapes import config
-
-    shape = config(options.shape, max_position_embeddings=131072)
-    shape.architectures, shape.bos_token_id, shape.eos_token_id = ["LlamaForCausalLM"], 1, 2
-    folder = tempfile.mkdtemp(prefix="msrnn-shape-")
-    shape.save_pretrained(folder)
     sizes = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-    common |= {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
-    return common | {"compilation_config": sizes} | _memory(8)
+    common |= {"model": model_folder(options.shape), "load_format": "dummy", "skip_tokenizer_init": True}
+    return common | {"dtype": "bfloat16", "compilation_config": sizes} | _memory(8, 0.05)
 
 
-def _memory(gib: int = 2) -> dict[str, float]:
-    return {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": 0.25}
+def _memory(gib: int = 2, share: float = 0.25) -> dict[str, float]:
+    """`share`: of the device's memory, which must be free at the start."""
+    return {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": share}
 
 
 def prompts(options: argparse.Namespace, turn: int) -> list[list[int]]:
