@@ -26,7 +26,8 @@ KVS: tuple[KV, ...] = get_args(KV)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
 _BEST = "best"
 _EXAMPLES = (
-    "best:512, tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, full"
+    "best:512, tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, "
+    "blend:512, full"
 )
 
 
@@ -93,7 +94,7 @@ class Policy:
 
     @property
     def runs_everywhere(self) -> bool:
-        """Whether every kernel and vLLM take it: research rules have no kernels, and residuals not all of them."""
+        """Whether all kernels take it: none of them takes a research rule, and some take no residual."""
         return self.rule is None and self.residual is None
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ SETUPS = {  # pytest puts tests with the same number in their list of setups tog
     for setup in (
         Setup("tova:64", {"enable_prefix_caching": True}),
         Setup("h2o:64", PIECES),
+        Setup("blend:64", PIECES),
         Setup("tova:256", {"enable_prefix_caching": False, "max_num_seqs": 2}),
         Setup("window+4:64", PIECES),
         Setup("window+4:256"),
@@ -74,7 +75,7 @@ def test_a_mixed_batch_equals_each_text_alone(running, prompts, alone):
     assert greedy(llm, prompts) == alone(policy)
 
 
-@on("tova:64", "h2o:64")
+@on("tova:64", "h2o:64", "blend:64")
 def test_prompts_that_vllm_has_read_before_change_nothing(running, prompts, alone):
     """Prefix caching is on: a state has no blocks of tokens to reuse, and none is reused by mistake."""
     llm, policy = running
@@ -82,7 +83,7 @@ def test_prompts_that_vllm_has_read_before_change_nothing(running, prompts, alon
     assert greedy(llm, prompts) == alone(policy)
 
 
-@on("tova:64", "h2o:64")
+@on("tova:64", "h2o:64", "blend:64")
 def test_preempted_requests_start_over_and_end_the_same(running, prompts, alone):
     from vllm import SamplingParams
 
@@ -158,7 +159,7 @@ def test_new_metadata_builders_publish_the_same_metrics(running, prompts, alone,
 def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
     """Still one block per request and layer; the tokens equal those of the same plan outside vLLM.
 
-    So every kind of policy runs inside vLLM: scores, gains and protected positions are part of a request's block.
+    So every kind of policy runs inside vLLM: scores, gains, residuals and protected positions are part of a block.
     """
     import torch
 
@@ -169,7 +170,8 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
 
     kinds = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
     kinds += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
-    kinds += ("fade:{}|fade:9|fade:71", "h2o:8|h2o:{}|window+4:60")  # budgets by KV head
+    kinds += ("blend:{}", "tova+2:{},residual=0.9")
+    kinds += ("fade:{}|fade:9|fade:71", "h2o:8|h2o:{}|window+4:60", "blend:{}|blend:9|fade:71")  # budgets by KV head
     plan = Plan(tuple(parse_layer_policy(kinds[n % len(kinds)].format(24 + 4 * (n % 7))) for n in range(30)))
     assert plan.by_head
     with engine(model, settings.write(plan)) as llm:

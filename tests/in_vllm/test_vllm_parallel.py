@@ -15,10 +15,10 @@ BY_HEAD = "fade:20|fade:64|fade:108"
     "policy, processes, options",
     [
         ("tova:64", 3, {"tensor_parallel_size": 3}),  # 9 query heads, 3 KV heads, and all decide together
-        (in_turn("h2o-layer:64,gain=value_norm", BY_HEAD), 3, {"tensor_parallel_size": 3}),
-        (in_turn("h2o:64", BY_HEAD, "h2o:64"), 2, {"pipeline_parallel_size": 2, **TRACED}),
+        (in_turn("h2o-layer:64,gain=value_norm", "blend-layer:64", BY_HEAD), 3, {"tensor_parallel_size": 3}),
+        (in_turn("h2o:64", BY_HEAD, "blend:64"), 2, {"pipeline_parallel_size": 2, **TRACED}),
     ],
-    ids=["tensor", "tensor with gains and budgets by head", "pipeline"],
+    ids=["tensor", "tensor with gains, residuals and budgets by head", "pipeline"],
 )
 def test_several_processes_generate_what_one_does(
     model, hf_model, prompts, alone, monkeypatch, tmp_path, policy, processes, options

@@ -53,6 +53,7 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "block_ffn_dim_multiplier": 1.0,
 }
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 SMALL = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 24}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -88,6 +89,14 @@ def test_an_engine_does_not_start(tiny, kind, options, reason):
     with pytest.raises(error, match=reason) as refused, engine(tiny(kind), "tova:64", **SMALL, **options):
         pytest.fail("it runs unbounded")
     assert "\n" not in str(refused.value)
+
+
+def test_a_residual_and_a_soft_cap_do_not_start(tiny):
+    from msrnn.vllm.plugin import Refused
+
+    reason = "a residual needs logits without a soft cap, .*; use fade instead of blend"
+    with pytest.raises(Refused, match=reason), engine(tiny(GEMMA2), "blend:64", **SMALL):
+        pytest.fail("its logits are not linear in the key")
 
 
 def test_budgets_for_another_number_of_kv_heads_do_not_start(tiny):

@@ -16,6 +16,7 @@ POLICIES = [
     *("tova:48", "tova-query-head:48", "h2o:48", "tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm"),
     *("h2o:48,gain=value_norm", "tova-query-head:48,gain=value_norm", "tova:48,kv=int8", "h2o:48,kv=k8v4"),
     *("fade:48|fade:20|fade:31", "tova-head:30|tova-head:48|h2o:7,kv=int8"),
+    *("blend:48", "blend-layer:48,kv=k8v4", "blend:48|blend:20|fade:31"),
 ]
 
 

@@ -20,6 +20,7 @@ POLICIES = (
     *("tova:7", "tova-head:7", "tova-query-head:7", "h2o:8", "h2o-layer:8", "window+2:7", "tova+2:7,last=1"),
     *("tova:7,gain=value_norm", "h2o:8,gain=value_norm", "tova-query-head:7,gain=value_norm"),
     *("tova:7,kv=int8", "h2o:8,kv=k8v4", "window+2:7,kv=int8"),
+    *("blend:8", "blend-layer+1:8,kv=int8", "tova-query-head:7,residual=0.5", "window+2:7,residual=0.9"),
 )
 
 
@@ -92,7 +93,7 @@ def test_requests_in_blocks_answer_as_each_alone(text, kind):
     assert ((blocks.positions[homes] >= 0).sum(-1) <= policy.capacity).all()
 
 
-@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "window+2:7", "h2o:8,gain=value_norm"])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "window+2:7", "h2o:8,gain=value_norm", "blend:8"])
 def test_a_request_of_single_tokens_begins_empty(text):
     """A prompt of one token is a step, in a block that still holds what an earlier request left."""
     layout, policy = layout_of(text), parse_policy(text)
@@ -105,7 +106,7 @@ def test_a_request_of_single_tokens_begins_empty(text):
     torch.testing.assert_close(torch.stack(outputs, 2), alone(text, tokens)[:, :, :12], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm"])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm", "blend:8"])
 def test_a_step_touches_no_other_block(text):
     layout = layout_of(text)
     raw = memory(layout)
@@ -116,7 +117,7 @@ def test_a_step_touches_no_other_block(text):
     assert changed.tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm"])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm", "blend:8"])
 def test_clear_empties_the_blocks_of_requests_that_begin(text):
     """Of three blocks of a batch two begin; the third and the others stay as they are."""
     layout = layout_of(text)
@@ -130,6 +131,7 @@ def test_clear_empties_the_blocks_of_requests_that_begin(text):
         assert (blocks.positions[block] == -1).all()
         assert not blocks.next[block].any()
         assert blocks.scores is None or not blocks.scores[block].any()
+        assert blocks.residual is None or not blocks.residual[block].any()
     assert torch.equal(raw.view(torch.uint8)[[0, 1, 3]], before[[0, 1, 3]])
 
 
@@ -145,25 +147,24 @@ def test_slots_are_views_of_their_blocks():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_do_not_overlap_and_fill_the_block(dtype):
-    layout = layout_of("h2o:8,gain=value_norm", dtype)
+    layout = layout_of("blend:8,gain=value_norm", dtype)
     raw = memory(layout, 2).view(torch.uint8)
     blocks = layout.carve(raw.zero_().view(dtype))
     parts = blocks.tensors()
-    assert (
-        set(parts) == {"keys", "values", "positions", "scores", "gains", "next", "seen"} == set(layout.parts[0].tensors)
-    )
+    names = {"keys", "values", "positions", "scores", "gains", "residual", "next", "seen"}
+    assert set(parts) == names == set(layout.parts[0].tensors)
     for name, part in parts.items():
         assert not part[1].any(), f"an earlier part reaches into {name}"
         part[1] = 1
     assert not raw[0].any(), "a part reaches into another request's block"
     assert layout.nbytes % 64 == 0
     assert sum(part[1].nbytes for part in parts.values()) <= layout.nbytes
-    assert blocks.gains.dtype == blocks.scores.dtype == torch.float32
+    assert blocks.gains.dtype == blocks.scores.dtype == blocks.residual.dtype == torch.float32
 
 
 def test_kv_heads_with_budgets_lie_one_after_the_other():
     """As many slots as each has, and no byte of one is another's."""
-    layout = layout_of("fade:8|fade:3|h2o:20,gain=value_norm,kv=int8")
+    layout = layout_of("fade:8|blend:3|h2o:20,gain=value_norm,kv=int8")
     assert isinstance(layout.policy, HeadPolicies)
     raw = memory(layout, 2).view(torch.uint8)
     heads = layout.carve(raw.zero_().view(torch.float32)).heads
@@ -188,13 +189,15 @@ def tensors_of(text: str) -> set[str]:
     return set(part.tensors)
 
 
-def test_scores_and_gains_only_where_the_policy_needs_them():
+def test_scores_gains_and_residuals_only_where_the_policy_needs_them():
     assert "scores" in tensors_of("h2o:8")
     assert "scores" not in tensors_of("tova:8")
     assert "scores" not in tensors_of("window:8,momentum=1")
     assert "gains" in tensors_of("tova:8,gain=value_norm")
     assert "gains" not in tensors_of("h2o:8")
     assert "gains" not in tensors_of("window:8,gain=value_norm")
+    assert "residual" in tensors_of("window:8,residual=1")
+    assert "residual" not in tensors_of("fade:8")
 
 
 def test_an_unbounded_policy_has_no_layout():

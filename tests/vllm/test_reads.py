@@ -1,6 +1,7 @@
 """Prompts of many requests read together, in blocks as vLLM gives them: each equals its text read alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ POLICIES = (
     *("tova:48", "tova-head:48", "tova-query-head:48", "h2o:48", "h2o-layer:48", "window+4:48", "fade:48"),
     *("tova+2:48,last=8,momentum=0.5", "tova:48,gain=value_norm", "h2o:48,gain=value_norm", "tova:150", "h2o:150"),
     *("tova:48,kv=int8", "h2o:48,kv=k8v4", "tova:150,kv=k8v4"),
+    *("blend:48", "blend-layer+1:48,kv=k8v4", "tova:150,residual=0.9", "blend:30|fade:48|tova-head:70,residual=0.9"),
     *("fade:30|fade:48|fade:70", "tova-head:150|tova-head:20|tova-head:48", "h2o:48,kv=k8v4|h2o:48|window+4:48"),
 )
 
@@ -157,6 +159,29 @@ class InPieces(Requests):
         for tokens, piece in batch.pieces(32, Turns(gpu=False), 3):
             some = [tensor[tokens] for tensor in new]
             attend_piece("layer", lambda: self.blocks, piece, *some, self.policy, self.attention, output[tokens])
+
+
+@pytest.mark.parametrize("text", ["tova:150,residual=0.9", "blend:48", "tova:48"])
+def test_preempted_requests_start_over_in_other_blocks(text, planned):
+    """In blocks that others have used: all are emptied, also of requests whose prompt fits or is a single token."""
+    requests = Requests(text, Attention(SIZE**-0.5), 1)
+    requests.mixed(6)
+    requests.homes = requests.homes[1:] + requests.homes[:1]
+    requests.seen, requests.outputs = [0] * len(requests.homes), [[] for _ in requests.homes]
+    requests.run([1, 1, 20, 20, 200, 200])
+    requests.mixed(6)
+    requests.check()
+
+
+@pytest.mark.parametrize("text, most", [("tova:20000", 16384), ("tova:20000,residual=1", 7936), ("key_difference:9", 0)])
+def test_states_that_a_graph_may_read(text, most):
+    """No more than a scan's kernel takes with a chunk; the residual is a column too."""
+    policy = parse_layer_policy(text)
+    for slots in (most, most + 1):
+        layout = Layout(replace(policy, capacity=max(1, slots - 1)), 1, 1, 1, 1, torch.float32)
+        (part,) = layout.parts
+        blocks = part.carve(torch.zeros(1, part.nbytes, dtype=torch.uint8, device="meta"))
+        assert read_graphs.can_be_captured(blocks, part.policy, Attention(1.0)) == (slots == most > 0)
 
 
 @pytest.mark.parametrize("text", [text for text in POLICIES if "|" not in text])

@@ -10,6 +10,7 @@ from msrnn.vllm.plugin import KNOWN, Refused, check_version
 
 LAYER = {
     "alibi_slopes": None,
+    "logits_soft_cap": None,
     "kv_cache_dtype": "auto",
     "attn_type": "decoder",
     "kv_sharing_target_layer_name": None,
@@ -98,11 +99,22 @@ def test_policies_for_another_number_of_layers_are_refused(monkeypatch, text):
         refusals.check(config())
 
 
-@pytest.mark.parametrize("text", ["tova:64;key_difference:64", "fade:8|key_difference-head:64", "blend:64"])
+@pytest.mark.parametrize("text", ["tova:64;key_difference:64", "fade:8|key_difference-head:64"])
 def test_a_policy_that_vllm_has_no_kernel_for_is_refused(monkeypatch, text):
     monkeypatch.setenv("MSRNN_POLICY", text)
-    with pytest.raises(Refused, match="policies have no kernel yet, and residuals"):
+    with pytest.raises(Refused, match="research policies have no kernel yet; use msrnn generate"):
         refusals.check(config())
+
+
+@pytest.mark.parametrize("text", ["blend:64", "tova:64;tova:64,residual=0.9;tova:64", "fade:8|blend:64"])
+def test_a_residual_takes_no_soft_cap(monkeypatch, text):
+    refusals.check_layer(**LAYER | {"logits_soft_cap": 50.0})
+    monkeypatch.setenv("MSRNN_POLICY", text)
+    refusals.check(config(parallel_config__tensor_parallel_size=2))
+    for nothing in (None, 0, 0.0):
+        refusals.check_layer(**LAYER | {"logits_soft_cap": nothing})
+    with pytest.raises(Refused, match="a residual needs logits without a soft cap, .*; use fade instead of blend"):
+        refusals.check_layer(**LAYER | {"logits_soft_cap": 50.0})
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,13 @@ def _player(records: Iterable[Record], ours: Record, full: Record, tova: Record)
     recall = {name: mean_recall(records, ours.policy, *where) for name, where in RECALL.items()}
     return Player(
         ours.policy,
-        _paired(lambda f, p: p - f, full, ours),
-        _paired(lambda f, p, t: (p - f) / (t - f), full, ours, tova),
+        paired(lambda f, p: p - f, full, ours),
+        paired(lambda f, p, t: (p - f) / (t - f), full, ours, tova),
         {name: interval for name, interval in recall.items() if interval is not None},
     )
 
 
-def _paired(statistic: Callable[..., NDArray[np.float64]], *records: Record) -> Interval:
+def paired(statistic: Callable[..., NDArray[np.float64]], *records: Record) -> Interval:
     """A statistic of perplexities on the same books, resampled together."""
     groups = sorted(records[0].parts)
     columns = [np.array([one.parts[g][name] for g in groups]) for one in records for name in ("nll", "tokens")]

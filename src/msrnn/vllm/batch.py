@@ -242,6 +242,8 @@ def _attend_fitting(
     key, value = blocks.expand(key, value)
     if fit.begins is not None:
         blocks.positions.index_fill_(0, fit.begins, -1)
+        if blocks.residual is not None:
+            blocks.residual.index_fill_(0, fit.begins, 0)
     if blocks.kv is None:
         codes = [key, value]
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.heads import LayerSlots, check_heads, join
-from ..core.slots import TENSORS, Slots, empty_rows, keeps_gains, keeps_scores, slot_count, unit_count
+from ..core.slots import TENSORS, Slots, empty_rows, keeps_gains, keeps_residual, keeps_scores, slot_count, unit_count
 from ..plan import LayerPolicy, parts
 from ..policy import Policy
 
@@ -54,6 +54,8 @@ class PartLayout:
             tensors["scores"] = ((units, slots), accumulation)
         if keeps_gains(self.policy, self.window):
             tensors["gains"] = ((stored, slots), accumulation)
+        if keeps_residual(self.policy, self.window):
+            tensors["residual"] = ((stored, self.key_size + self.value_size + 1), accumulation)
         return {name: tensors[name] for name in TENSORS if name in tensors}
 
     @property
@@ -133,11 +135,16 @@ def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:
     blocks.next[index] = torch.where(new[..., 0], 0, blocks.next[index])
     if blocks.scores is not None:
         blocks.scores[index] = torch.where(new, 0, blocks.scores[index])
+    if blocks.residual is not None:
+        blocks.residual[index] = torch.where(new, 0, blocks.residual[index])
 
 
 def empty_new(slots: Slots) -> None:
     """Empty the slots of requests that begin; memory that was never written may hold anything."""
-    slots.positions.masked_fill_((slots.seen == 0)[:, None, None], -1)
+    new = (slots.seen == 0)[:, None, None]
+    slots.positions.masked_fill_(new, -1)
+    if slots.residual is not None:
+        slots.residual.masked_fill_(new, 0)
 
 
 def zero_empty(slots: Slots) -> None:

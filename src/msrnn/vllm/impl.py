@@ -47,6 +47,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
         refusals.check(config)
         refusals.check_layer(
             alibi_slopes=alibi_slopes,
+            logits_soft_cap=logits_soft_cap,
             kv_cache_dtype=kv_cache_dtype,
             attn_type=attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,

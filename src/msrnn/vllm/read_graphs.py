@@ -22,19 +22,21 @@ from ..core.recurrence import read
 from ..core.slots import Slots
 from ..policy import Policy
 from .block import empty_new, zero_empty
-from .reads import ROWS, Segment
+from .reads import ROWS, TAILS, Segment
 
 _WORD = 8  # bytes: blocks are copied as numbers of 8 bytes
 _MOST_SLOTS = 16384  # a chunk of larger states keeps the GPU busy, and the largest are scanned by plain PyTorch
+_MOST_BLENDED = 2**13 - TAILS[-1]  # the same with a residual, whose scan holds fewer columns
 Kind = tuple[object, ...]
 _graphs: dict[tuple[int | None, Kind], ReadGraphs] = {}  # by lane and kind
 
 
 def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
     """Only layers without a rule, sinks and tensor parallelism; on a GPU only compiled kernels, as others wait."""
-    alike = policy.runs_everywhere and attention.sinks is None and not attention.sharded
+    alike = policy.rule is None and attention.sinks is None and not attention.sharded
     device, slots = blocks.keys.device.type, blocks.positions.shape[2]
-    return alike and slots <= _MOST_SLOTS and (device != "cuda" or kernels.compiled(device))
+    most = _MOST_SLOTS if blocks.residual is None else _MOST_BLENDED
+    return alike and slots <= most and (device != "cuda" or kernels.compiled(device))
 
 
 def kind_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Kind:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.slots import NO_SOFTCAP
 from ..plan import HeadPolicies, LayerPolicy, parts
+from ..policy import Policy
 from . import settings
 from .plugin import Refused
 
@@ -51,9 +53,8 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             "lower --tensor-parallel-size, or use a policy whose layers decide as one (tova, h2o-layer)",
         ),
         (
-            any(not part.runs_everywhere for policy in policies for part in parts(policy)),
-            "research policies have no kernel yet, and residuals (blend) no place in its blocks; use msrnn generate or "
-            "msrnn eval, or a policy such as tova",
+            any(part.rule is not None for part in _every_part()),
+            "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova",
         ),
         (
             len(policies) not in (1, layers),
@@ -72,8 +73,12 @@ def _copies_of_heads(config: Any) -> bool:
     processes = config.parallel_config.tensor_parallel_size
     if processes == 1 or processes <= config.model_config.get_total_num_kv_heads():
         return False
-    every = (part for policy in settings.policies() for part in parts(policy))
-    return any(part.scope == "kv_head" and not part.blind for part in every)
+    return any(part.scope == "kv_head" and not part.blind for part in _every_part())
+
+
+def _every_part() -> list[Policy]:
+    """The policies of all layers, or of their KV heads."""
+    return [part for policy in settings.policies() for part in parts(policy)]
 
 
 def _foreign(transfer: Any) -> bool:
@@ -93,6 +98,7 @@ def check_budgets(policy: LayerPolicy, kv_heads: int, processes: int) -> None:
 def check_layer(
     *,
     alibi_slopes: list[float] | None,
+    logits_soft_cap: float | None,
     kv_cache_dtype: str,
     attn_type: str,
     kv_sharing_target_layer_name: str | None,
@@ -101,6 +107,8 @@ def check_layer(
     """Refuse arguments of an attention layer that would change what it sees."""
     if alibi_slopes is not None:
         raise Refused("the model's attention has ALiBi biases; msrnn cannot bound it")
+    if logits_soft_cap and any(part.residual is not None for part in _every_part()):
+        raise Refused(NO_SOFTCAP)
     if attn_type != "decoder":
         raise Refused(f"the model has attention of type {attn_type}; msrnn bounds decoders only")
     if kv_sharing_target_layer_name is not None:
