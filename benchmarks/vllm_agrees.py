@@ -29,12 +29,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
-POLICIES = ("tova:64", "h2o:64", "window+4:64", "fade:64", "profile", "by head")
+POLICIES = ("tova:64", "h2o:64", "window+4:64", "fade:64", "blend:64", "profile", "by head")
 POLICIES += ("tova:256", "h2o:256", "window+4:256", "fade:256")
 KINDS = ("tova:{}", "tova-head:{}", "tova-query-head:{}", "tova+2:{},last=4,momentum=0.5", "fade:{}", "h2o:{}")
 KINDS += ("h2o-layer+1:{}", "window:{}", "window+4:{}", "tova:{},gain=value_norm", "h2o:{},gain=value_norm")
 LENGTHS = ((0, 5), (100, 40), (300, 1), (500, 130), (700, 330), (40, 64), (900, 65), (1100, 257), (200, 600), (350, 17))
-LONG = ((0, 2200), (150, 1500), (700, 700))  # one after the other, in pieces that run beside each other
+LONG = ((0, 2200), (150, 1500), (700, 1300))  # one after the other, in pieces that run beside each other
 CONDITIONS = ("eager", "no_compile", "threshold", "budget", "new", "jobs", "states", "alone")
 ROOMY = {False: "tova:800", True: "tova:3000"}  # more than any text here has; True: --alone
 STOCK = ("stock", "stock tf32")

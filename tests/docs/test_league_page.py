@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from msrnn.analysis.league import RECALL, Player, mean_recall, players
+from msrnn.analysis.league import RECALL, Player, mean_recall, paired, players
 from msrnn.analysis.records import read_results
+from msrnn.eval.record import Record
+from msrnn.eval.statistics import Interval
 from tests.docs import pages
 from tests.docs.records import close, find, numbers, same
 
@@ -60,3 +64,53 @@ def test_facts_in_conversations() -> None:
         name = label.strip("`")
         for turns, cell in zip((2, 4, 8), cells, strict=True):
             same(cell, find("league" if name in rules else "turns", "recall", name, turns=turns))
+
+
+def relative(measured: Sequence[Record], blend: Record, fade: Record) -> Interval:
+    """The gap to full attention relative to `fade`'s."""
+    full = next(one for one in measured if (one.policy, one.settings) == ("full", blend.settings))
+    return paired(lambda f, a, b: (b - f) / (a - f), full, fade, blend)
+
+
+def records_of(name: str, model: str) -> list[Record]:
+    records = read_results([pages.ROOT / "results" / "part" / f"{name}.jsonl"])
+    return [one for one in records if one.model.startswith(model)]
+
+
+def check(cell: str, interval: Interval) -> None:
+    for printed, value in zip(numbers(cell), interval, strict=True):
+        assert close(printed, value), (cell, interval)
+
+
+def test_a_residual_in_the_loop() -> None:
+    header, *rows = pages.tables("docs/league.md", "A residual: `blend`")[0]
+    halves = {"development": "choosing", "held-out": "reporting"}
+    seen = 0
+    for books, weight, decay, *cells in rows:
+        for column, cell in zip(header[3:], cells, strict=True):
+            model, slots = column.removesuffix(" slots").split(", ")
+            number = {"1 - 1.5 / k": f"{1 - 1.5 / int(slots):.6f}"}.get(decay, decay)
+            name = f"fade:{slots} with a residual slot, decay {number}" + ", by number" * (weight != "one token")
+            mine = [one for one in records_of("residual", model) if one.settings["half"] == halves[books]]
+            found = [one for one in mine if one.policy == name]
+            assert len(found) == bool(cell), (books, name, column)
+            if found:
+                check(cell, relative(mine, found[0], next(one for one in mine if one.policy == f"fade:{slots}")))
+                seen += 1
+    assert seen == sum("residual" in one.policy for one in records_of("residual", ""))
+
+
+def test_blend_in_the_bytes_of_fade() -> None:
+    header, *rows = pages.tables("docs/league.md", "A residual: `blend`")[1]
+    seen = 0
+    for label, *cells in rows:
+        measured = records_of("blend", label.split(", ")[0])
+        for slots, cell in zip(header[1:], cells, strict=True):
+            pair = [one for one in measured if one.capacity == int(slots.replace(",", ""))]
+            pair = [one for one in pair if (",kv=" in one.policy) == ("best" in label)]
+            assert len(pair) == 2 * bool(cell), (label, slots)
+            if pair:
+                fade, blend = sorted(pair, key=lambda one: one.policy.startswith("blend"))
+                check(cell, relative(measured, blend, fade))
+                seen += 1
+    assert seen == sum(one.policy.startswith("blend") for one in records_of("blend", ""))

@@ -173,15 +173,20 @@ def test_preempted_requests_start_over_in_other_blocks(text, planned):
     requests.check()
 
 
-@pytest.mark.parametrize("text, most", [("tova:20000", 16384), ("tova:20000,residual=1", 7936), ("key_difference:9", 0)])
+@pytest.mark.parametrize("text, most", [("tova:9", 16384), ("tova:9,residual=1", 7936), ("key_difference:9", 0)])
 def test_states_that_a_graph_may_read(text, most):
-    """No more than a scan's kernel takes with a chunk; the residual is a column too."""
     policy = parse_layer_policy(text)
     for slots in (most, most + 1):
         layout = Layout(replace(policy, capacity=max(1, slots - 1)), 1, 1, 1, 1, torch.float32)
         (part,) = layout.parts
         blocks = part.carve(torch.zeros(1, part.nbytes, dtype=torch.uint8, device="meta"))
         assert read_graphs.can_be_captured(blocks, part.policy, Attention(1.0)) == (slots == most > 0)
+
+
+def test_a_scan_with_a_residual_takes_a_chunk_of_such_states():
+    """All but the empty slot, the chunk, and the residual: plain PyTorch is no part of a graph."""
+    kernel = pytest.importorskip("msrnn.kernels.triton.scan_residual")
+    assert read_graphs._MOST_BLENDED - 1 + reads.TAILS[-1] + 1 == kernel._MOST_COLUMNS
 
 
 @pytest.mark.parametrize("text", [text for text in POLICIES if "|" not in text])

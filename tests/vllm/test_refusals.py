@@ -113,7 +113,7 @@ def test_a_residual_takes_no_soft_cap(monkeypatch, text):
     refusals.check(config(parallel_config__tensor_parallel_size=2))
     for nothing in (None, 0, 0.0):
         refusals.check_layer(**LAYER | {"logits_soft_cap": nothing})
-    with pytest.raises(Refused, match="a residual needs logits without a soft cap, .*; use fade instead of blend"):
+    with pytest.raises(Refused, match=r"a residual needs logits without a soft cap, .*; use fade instead of blend"):
         refusals.check_layer(**LAYER | {"logits_soft_cap": 50.0})
 
 

@@ -76,7 +76,7 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
         "--prefix-pool",
         metavar="SIZE",
         help="host memory for states of earlier prompts, from which requests that begin alike start; 0: none "
-        "(default: 4GiB or an eighth of the memory on a CPU, none on a GPU, where its cost has not been measured)",
+        "(default: 4GiB or an eighth of the memory on a CPU; none on a GPU, where it slows prompts that share nothing)",
     )
 
 
@@ -108,7 +108,7 @@ def _pool_states(size: str | None, state_bytes: int) -> int:
 
 
 def _default_pool() -> int:
-    """Bytes of the pool where none are given. On a GPU the cost of its copies is not known: ask for it."""
+    """Bytes of the pool where none are given. On a GPU it has to be asked for: it costs prompts that share nothing."""
     import psutil
     import torch
 

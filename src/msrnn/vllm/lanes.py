@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-PIECE = 512  # tokens: all weights are read for each piece, and at both ends of a prompt lanes stand idle
+PIECE = 1024  # tokens: the host launches a layer anew for each piece, and at both ends of a prompt lanes stand idle
 LANES = 6  # pieces on their way at once: more would leave the matmuls too few SMs
 
 
