@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .hf.geometry import Unsupported
     from .hf.load import load
     from .plan import Plan, per_layer
-    from .policy import Policy, fade, full, h2o, parse_policy, tova, window
+    from .policy import Policy, blend, fade, full, h2o, parse_policy, tova, window
     from .rnn import RNN, RNNState
     from .state_file import StateError
 
@@ -37,6 +37,7 @@ __all__ = [
     "StateError",
     "Trace",
     "Unsupported",
+    "blend",
     "cache",
     "fade",
     "full",
@@ -60,7 +61,7 @@ _HOME = {
     "hf.geometry": ("Unsupported",),
     "hf.load": ("load",),
     "plan": ("Plan", "per_layer"),
-    "policy": ("Policy", "fade", "full", "h2o", "parse_policy", "tova", "window"),
+    "policy": ("Policy", "blend", "fade", "full", "h2o", "parse_policy", "tova", "window"),
     "rnn": ("RNN", "RNNState"),
     "state_file": ("StateError",),
 }

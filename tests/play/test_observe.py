@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 import msrnn
 from msrnn.plan import per_layer
@@ -11,9 +12,11 @@ from tests.support.oracle import slow_attention
 
 POLICIES = [
     "tova:6", "tova+2:7", "h2o:6", "h2o-layer:6", "tova-head:5", "tova-query-head:5", "window+1:4", "fade:8", "full",
-    "key_difference:6", "tova:6,gain=value_norm", "h2o:8,gain=value_norm",
+    "key_difference:6", "tova:6,gain=value_norm", "h2o:8,gain=value_norm", "blend:8", "blend-layer:6",
+    "tova:6,residual=0.9", "blend:8,kv=int8",
     per_layer("fade", [[5, 12], [12, 4], [9, 9]]), per_layer("tova-head", [[3, 7], [20, 2], 6]),
     per_layer("h2o,kv=int8", [[4, 9]] * 3), per_layer("key_difference-head", [[3, 7]] * 3),
+    per_layer("blend", [[5, 12]] * 3),
 ]  # fmt: skip
 
 
@@ -42,6 +45,30 @@ def test_evictions_and_scores_are_those_of_the_definition(policy):
             held = dict(zip(observer.held.positions[unit].tolist(), observer.held.scores[unit].tolist(), strict=True))
             held.pop(-1, None)
             assert held == {row.position: pytest.approx(row.score, rel=1e-5, abs=1e-6) for row in rows}
+
+
+def test_what_the_window_of_the_model_hides_joins_no_residual():
+    """A policy that protects the newest keeps older tokens, so that some leave by the window, others are chosen."""
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=12, initializer_range=0.3, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model, policy = MistralForCausalLM(config).eval(), "tova:8,residual=0.9"
+    ids = torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(4))
+    state = msrnn.RNN(model, policy).start()
+    observers = observe(state)
+    for piece in ids.split((11, 1, 28), 1):
+        with torch.no_grad():
+            model(piece, past_key_values=state.cache, use_cache=True)
+    with torch.no_grad(), slow_attention(model, policy) as definition:
+        model(ids, use_cache=False)
+    for layer, observer in enumerate(observers):
+        (deaths,), (rows,) = definition[layer].deaths, definition[layer].rows
+        assert 0 < sum(step == token + 11 for token, step in deaths.items()) < len(deaths)
+        held = dict(zip(observer.held.positions[0].tolist(), observer.held.scores[0].tolist(), strict=True))
+        held.pop(-1, None)
+        assert held == {row.position: pytest.approx(row.score, rel=1e-5, abs=1e-6) for row in rows}
 
 
 @pytest.mark.parametrize("policy", ["tova:6", "h2o:8", "fade:8", "tova-head:5"])

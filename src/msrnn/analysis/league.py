@@ -32,7 +32,7 @@ RECALL: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "facts after 2 to 8 turns": (_TURNS, {"turns": (2, 4, 8)}),
 }
 _COLOURS = ("#12427f", "#d98200", "#2f8f6b")
-_BUILT_IN = ("window", "h2o", "tova", "fade", "full")
+_BUILT_IN = ("window", "h2o", "tova", "fade", "blend", "full")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from ..core.attention import Attention
 from ..core.head_groups import Group
 from ..core.heads import HeadRecorder, layer_parts, parts_of
 from ..core.rules import memory_size, score_by_rule
-from ..core.slots import NEVER, Columns, Slots, gain_of, unit_count
+from ..core.slots import NEVER, Columns, Slots, gain_of, keeps_residual, unit_count
 from ..core.trace import Recorder
+from ..kernels.torch.residual import Shares
 from ..plan import HeadPolicies, parts
 from ..policy import Policy
 from ..rnn import RNNState
@@ -79,7 +80,7 @@ class LayerObserver:
         queries = [part.take(query[:1]) for part in own]
         slots = [None] * len(own) if self.layer.slots is None else parts_of(self.layer.slots)
         columns = [
-            _columns(part.policy, one, rows, part.take(key[:1]), part.take(value[:1]))
+            _columns(part.policy, one, rows, part.take(key[:1]), part.take(value[:1]), attention.window)
             for part, one, rows in zip(own, slots, queries, strict=True)
         ]
         for expiries in self._expiries:
@@ -98,7 +99,8 @@ class LayerObserver:
             steps = torch.arange(count, device=query.device) + (positions.max() + 1 - count)
             now, expiry = steps[:, None], expiries.of(positions, int(steps[-1]) + 1)
             visible = (positions >= 0)[:, None] & (positions[:, None] <= now) & (expiry[:, None] >= now)  # [U, C, N]
-            weights = _weights(query, seen.keys[0], visible, part.attention(attention))
+            leaves = visible & (expiry[:, None] == now)
+            weights = _weights(part.policy, query, seen, visible, leaves, part.attention(attention))
             if self.attention is not None:
                 self._collect(weights, positions, sum(map(len, queries)))
             scores = _scores(part.policy, weights, seen, visible, steps)
@@ -130,7 +132,9 @@ def fork(state: RNNState) -> RNNState:
     return twin
 
 
-def _columns(policy: Policy, slots: Slots | None, query: Tensor, key: Tensor, value: Tensor) -> Columns:
+def _columns(
+    policy: Policy, slots: Slots | None, query: Tensor, key: Tensor, value: Tensor, window: int | None
+) -> Columns:
     """The slots and the new tokens, in float32; scores as after the last step, 0 for new tokens."""
     key, value = key.float(), value.float()
     units = unit_count(policy, query.shape[1], key.shape[1])
@@ -143,7 +147,9 @@ def _columns(policy: Policy, slots: Slots | None, query: Tensor, key: Tensor, va
     scores = torch.zeros_like(positions, dtype=torch.float32)
     memory = scores.new_zeros(*scores.shape, memory_size(policy))
     if slots is None:
-        return Columns(key, value, positions, scores, memory=memory)
+        residual = key.new_zeros(*key.shape[:2], key.shape[3] + value.shape[3] + 1)
+        held = residual if keeps_residual(policy, window) else None
+        return Columns(key, value, positions, scores, memory=memory, residual=held)
     used = slots.fed if slots.limit is None else slots.positions.shape[2]
     old = slots.positions[:1, :, :used]
     before = torch.zeros_like(old, dtype=torch.float32) if slots.scores is None else slots.scores[:1, :, :used]
@@ -154,21 +160,41 @@ def _columns(policy: Policy, slots: Slots | None, query: Tensor, key: Tensor, va
         torch.cat([old, positions], 2),
         torch.cat([before.float(), scores], 2),
         memory=memory if slots.memory is None else torch.cat([slots.memory[:1, :, :used].float(), memory], 2),
+        residual=None if slots.residual is None else slots.residual[:1].to(torch.float32, copy=True),
     )
 
 
-def _weights(query: Tensor, keys: Tensor, visible: Tensor, attention: Attention) -> Tensor:
-    """query [H, C, D], keys [G, N, D], visible [U, C, N] -> every head's attention weights, [H, C, N]."""
+def _weights(
+    policy: Policy, query: Tensor, columns: Columns, visible: Tensor, leaves: Tensor, attention: Attention
+) -> Tensor:
+    """query [H, C, D]; visible, leaves [U, C, N] -> every head's attention weights, [H, C, N], but the residual's."""
     heads, count, _ = query.shape
+    keys = columns.attended[0][0]  # [G, N, D], and behind them the residual
     logits = torch.einsum("gqcd,gnd->gqcn", query.view(keys.shape[0], -1, count, query.shape[2]), keys)
     logits = logits.reshape(heads, count, -1) * attention.scale
     if attention.softcap is not None:
         logits = torch.tanh(logits / attention.softcap) * attention.softcap
-    logits = logits.masked_fill(~visible.repeat_interleave(heads // visible.shape[0], 0), -torch.inf)
-    if attention.sinks is None:
-        return logits.softmax(-1)
-    sinks = attention.sinks.float().view(-1, 1, 1).expand(-1, count, 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    size = visible.shape[2]
+    hidden = ~visible.repeat_interleave(heads // visible.shape[0], 0)
+    parts = [logits[..., :size].masked_fill(hidden, -torch.inf)]
+    if columns.residual is not None:
+        parts.append(_residual_logits(policy, logits, columns, leaves, attention.window))
+    if attention.sinks is not None:
+        parts.append(attention.sinks.float().view(-1, 1, 1).expand(-1, count, 1))
+    return torch.cat(parts, -1).softmax(-1)[..., :size]
+
+
+def _residual_logits(policy: Policy, logits: Tensor, columns: Columns, leaves: Tensor, window: int | None) -> Tensor:
+    """logits [H, C, N + 1] -> the residual's in every step, [H, C, 1]; what the model's own window hides joins none."""
+    shares, rows = Shares(columns, logits.dtype), []
+    first = columns.positions[0].max() + 1 - logits.shape[1]
+    for step in range(logits.shape[1]):
+        rows.append(shares.logit(logits[None, :, step]))
+        victim = leaves[None, :, step]
+        if window is not None:
+            victim = victim & (columns.positions != first + step - window + 1)
+        shares.add(victim, policy.residual or 0.0)
+    return torch.cat(rows).transpose(0, 1)
 
 
 def _scores(policy: Policy, weights: Tensor, columns: Columns, visible: Tensor, steps: Tensor) -> Tensor:

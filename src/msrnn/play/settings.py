@@ -97,9 +97,6 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
         raise Refused(
             f"{text!r} names a file; the page takes policies by name only, e.g. tova:256 or key_difference:256"
         )
-    spelling = kind.lower().replace(" ", "")
-    if spelling.startswith("blend") or ",residual=" in spelling:
-        raise Refused(f"{text!r} has a residual, which is not shown here yet; choose a policy such as fade:256")
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
         raise Refused(f"unknown profile {profile!r}; profiles here: {known}. Add one with msrnn play --profile FILE")
