@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoints
 import pytest
 
 from msrnn.cli import main, serve
+from msrnn.hf.geometry import Unsupported
 from msrnn.hf.identity import ProfileError, profile_identity
 from msrnn.vllm.plugin import Refused, check_version
 from tests.support.serving import run, serve_command
@@ -33,6 +34,14 @@ def test_a_profile_made_for_another_model_is_refused(llama, started, tmp_path):
     file.write_text(json.dumps(content))
     run(str(other), *options)
     assert [policy for _, policy in started] == ["tova:10;tova:20;tova:30"] * 3
+
+
+def test_a_residual_for_a_model_with_a_soft_cap_is_refused(served_model, started):
+    with pytest.raises(Unsupported, match="gemma2: a residual needs logits without a soft cap"):
+        serve_command(served_model(model_type="gemma2", head_dim=16), "--policy", "blend:64")
+    assert not started
+    run(served_model(model_type="gemma2", head_dim=16), "--policy", "fade:64")
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(

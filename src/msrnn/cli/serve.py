@@ -219,12 +219,13 @@ def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: A
     """One policy per layer for texts of `length`, after a check that profile and budgets fit the model."""
     from ..budgets.profile import plan_for
     from ..hf.best import resolve
-    from ..hf.geometry import geometry
+    from ..hf.geometry import check_soft_cap, geometry
     from ..vllm.refusals import check_budgets
 
     layers, revision, processes = geometry(config), vllm_options.parsed.revision, vllm_options.processes
     policy = resolve(policy_text(arguments), config, dtype=dtype, length=length, revision=revision)
     plan = plan_for(policy, len(layers), length=length)
+    check_soft_cap(config, plan)
     for layer, own in zip(layers, plan.policies, strict=True):
         check_budgets(own, max(1, layer.kv_heads // processes), processes)
     return plan

@@ -16,11 +16,10 @@ from ..core.attention import Attention
 from ..core.heads import LayerRecorder, LayerSlots, check_heads, empty_slots, parts_of, read, recorder
 from ..core.recurrence import Prompt
 from ..core.rules import announce_rule
-from ..core.slots import NO_SOFTCAP
 from ..plan import LayerPolicy, Plan, PolicyLike
 from .attention import BoundIgnored, Pending, outside_graphs, prepare
 from .best import resolve
-from .geometry import Geometry, Unsupported, geometry, text_config
+from .geometry import Geometry, Unsupported, check_soft_cap, geometry, text_config
 
 
 def cache(
@@ -63,20 +62,13 @@ def cache(
         )
     for rule in {policy.rule for policy in plan.parts if policy.rule is not None}:
         announce_rule(rule)
-    if any(policy.residual is not None for policy in plan.parts):
-        _check_residual(model, prompt)
+    if prompt == "oneshot" and any(policy.residual is not None for policy in plan.parts):
+        raise ValueError("a residual needs every eviction in its turn; use prompt='recurrent'")
+    check_soft_cap(model, plan)
     for layer, own in zip(layers, plan.policies, strict=True):
         check_heads(own, layer.kv_heads)
     prepare(model)
     return BoundedCache(model, plan, layers, prompt, chunk)
-
-
-def _check_residual(model: PreTrainedModel, prompt: Prompt) -> None:
-    """Refuse what a residual cannot be computed for."""
-    if prompt == "oneshot":
-        raise ValueError("a residual needs every eviction in its turn; use prompt='recurrent'")
-    if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
-        raise Unsupported(f"{text_config(model).model_type}: {NO_SOFTCAP}")
 
 
 class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..core.formats import slot_bytes
+from ..core.slots import NO_SOFTCAP
+from ..plan import Plan
 from ..policy import KV
 
 _BOUNDED = ("full_attention", "sliding_attention")
@@ -38,6 +40,13 @@ class Geometry:
 def text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
     config = model.config if isinstance(model, PreTrainedModel) else model
     return config.get_text_config(decoder=True)
+
+
+def check_soft_cap(model: PreTrainedModel | PreTrainedConfig, plan: Plan) -> None:
+    """Refuse a residual where logits have a soft cap: its logit is then not the mean of those of its tokens."""
+    config = text_config(model)
+    if getattr(config, "attn_logit_softcapping", None) and any(policy.residual is not None for policy in plan.parts):
+        raise Unsupported(f"{config.model_type}: {NO_SOFTCAP}")
 
 
 def geometry(model: PreTrainedModel | PreTrainedConfig) -> list[Geometry]:
