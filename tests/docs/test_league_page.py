@@ -14,6 +14,7 @@ from tests.docs import pages
 from tests.docs.records import close, find, numbers, same
 
 SMOLLM = "SmolLM2-135M-Instruct"
+HALVES = {"development": "choosing", "held-out": "reporting"}
 
 
 def league(model: str, capacity: int) -> dict[str, Player]:
@@ -84,14 +85,13 @@ def check(cell: str, interval: Interval) -> None:
 
 def test_a_residual_in_the_loop() -> None:
     header, *rows = pages.tables("docs/league.md", "A residual: `blend`")[0]
-    halves = {"development": "choosing", "held-out": "reporting"}
     seen = 0
     for books, weight, decay, *cells in rows:
         for column, cell in zip(header[3:], cells, strict=True):
             model, slots = column.removesuffix(" slots").split(", ")
             number = {"1 - 1.5 / k": f"{1 - 1.5 / int(slots):.6f}"}.get(decay, decay)
             name = f"fade:{slots} with a residual slot, decay {number}" + ", by number" * (weight != "one token")
-            mine = [one for one in records_of("residual", model) if one.settings["half"] == halves[books]]
+            mine = [one for one in records_of("residual", model) if one.settings["half"] == HALVES[books]]
             found = [one for one in mine if one.policy == name]
             assert len(found) == bool(cell), (books, name, column)
             if found:
@@ -104,7 +104,8 @@ def test_blend_in_the_bytes_of_fade() -> None:
     header, *rows = pages.tables("docs/league.md", "A residual: `blend`")[1]
     seen = 0
     for label, *cells in rows:
-        measured = records_of("blend", label.split(", ")[0])
+        books, model, *_ = label.split(", ")
+        measured = [one for one in records_of("blend", model) if one.settings["half"] == HALVES[books]]
         for slots, cell in zip(header[1:], cells, strict=True):
             pair = [one for one in measured if one.capacity == int(slots.replace(",", ""))]
             pair = [one for one in pair if (",kv=" in one.policy) == ("best" in label)]
