@@ -176,12 +176,12 @@ def _weights(
         logits = torch.tanh(logits / attention.softcap) * attention.softcap
     size = visible.shape[2]
     hidden = ~visible.repeat_interleave(heads // visible.shape[0], 0)
-    parts = [logits[..., :size].masked_fill(hidden, -torch.inf)]
+    terms = [logits[..., :size].masked_fill(hidden, -torch.inf)]
     if columns.residual is not None:
-        parts.append(_residual_logits(policy, logits, columns, leaves, attention.window))
+        terms.append(_residual_logits(policy, logits, columns, leaves, attention.window))
     if attention.sinks is not None:
-        parts.append(attention.sinks.float().view(-1, 1, 1).expand(-1, count, 1))
-    return torch.cat(parts, -1).softmax(-1)[..., :size]
+        terms.append(attention.sinks.float().view(-1, 1, 1).expand(-1, count, 1))
+    return torch.cat(terms, -1).softmax(-1)[..., :size]
 
 
 def _residual_logits(policy: Policy, logits: Tensor, columns: Columns, leaves: Tensor, window: int | None) -> Tensor:
