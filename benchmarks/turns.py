@@ -20,12 +20,12 @@ PATIENCE = 300  # seconds: an engine that never starts must not stop the others
 
 
 @contextmanager
-def own_turn(variable: str = "TURNS") -> Iterator[None]:
+def own_turn() -> Iterator[None]:
     """Inside, no other engine measures. TURNS=FOLDER:COUNT names a new folder and how many engines there are."""
-    if variable not in os.environ:
+    if "TURNS" not in os.environ:
         yield
         return
-    folder, _, count = os.environ[variable].rpartition(":")
+    folder, _, count = os.environ["TURNS"].rpartition(":")
     _wait_for_all(Path(folder), int(count))
     with (Path(folder) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
