@@ -168,22 +168,17 @@ def inside(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     llm = LLM(str(bundled()), **settings_of(options, policy))
     engine = llm.llm_engine
     batches.clear()  # vLLM's memory profile had some
-    if options.alone:
-        one_by_one = [answers_of(engine, options.new, (), [ids]) for ids in prompts(alone=True)]
-        tokens, margins = ([pair[part][0] for pair in one_by_one] for part in (0, 1))
-        runs = {"alone": (tokens, margins)}
-        if policy not in STOCK and len(batches) < len(LONG) and ";" not in plan_text(policy):
-            raise SystemExit(f"only {len(batches)} prompts were read in pieces")
-    else:
-        runs = {"together": answers_of(engine, options.new, (), prompts(alone=False))}
+    texts, ask = prompts(options.alone), one_by_one if options.alone else answers_of
+    runs = {"alone" if options.alone else "together": ask(engine, options.new, (), texts)}
+    if options.alone and policy not in STOCK and len(batches) < len(LONG) and ";" not in plan_text(policy):
+        raise SystemExit(f"only {len(batches)} prompts were read in pieces")
     if policy not in STOCK and not options.alone:
-        texts = prompts(alone=False)
-        runs["preempted"] = answers_of(engine, options.new, (4, 12), texts)
-        if options.states:
-            before = hits(llm)
-            runs["from states"] = answers_of(engine, options.new, (), texts, afresh=False)
-            if hits(llm) - before < 1000:
-                raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
+        runs["preempted"] = ask(engine, options.new, (4, 12), texts)
+    if policy not in STOCK and options.states:
+        before = hits(llm)
+        runs["from states"] = ask(engine, options.new, (), texts, afresh=False)
+        if hits(llm) - before < 1000:
+            raise SystemExit(f"only {hits(llm) - before} tokens came from the pool")
     parts = {name: {run: pair[part] for run, pair in runs.items()} for part, name in enumerate(("tokens", "margins"))}
     return parts | {"about": about_engine(engine)}
 
@@ -228,8 +223,8 @@ def settings_of(options: argparse.Namespace, policy: str) -> dict[str, Any]:
         settings["worker_cls"] = WORKER
     if options.alone:
         settings |= {"max_num_batched_tokens": 4096, "long_prefill_token_threshold": 0}
-    elif policy not in STOCK and options.states:
-        pool = {STATES: options.states, EVERY: options.threshold}
+    if policy not in STOCK and options.states:
+        pool = {STATES: options.states, EVERY: 512 if options.alone else options.threshold}
         settings["kv_transfer_config"] = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": pool}
         settings |= {"scheduler_cls": SCHEDULER, "disable_log_stats": False}
     return settings
@@ -283,6 +278,12 @@ def answers_of(
             engine.reset_prefix_cache(reset_running_requests=True)
     ordered = [outputs[number] for number in range(len(texts))]
     return [list(one.token_ids) for one in ordered], [[_margin(best) for best in one.logprobs] for one in ordered]
+
+
+def one_by_one(engine: Any, new: int, preempt: tuple[int, ...], texts: list[list[int]], afresh: bool = True) -> Any:
+    """The same, each prompt alone in the engine."""
+    pairs = [answers_of(engine, new, preempt, [ids], afresh) for ids in texts]
+    return tuple([pair[part][0] for pair in pairs] for part in (0, 1))
 
 
 def _margin(best: dict[int, Any]) -> float:

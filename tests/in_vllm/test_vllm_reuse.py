@@ -1,9 +1,13 @@
 """Requests start from the states that earlier ones left in the pool, and answer as if they had read all afresh."""
 
+import os
+
 import pytest
 
+from msrnn.vllm import lanes
+from msrnn.vllm.lane_count import WORKER
 from msrnn.vllm.pool import SCHEDULER
-from tests.in_vllm.engines import build_prefix, connector, engine, external_hits, greedy, in_turn
+from tests.in_vllm.engines import TRACED, build_prefix, connector, engine, external_hits, greedy, in_turn
 
 EVERY = 32
 PIECES = {"max_num_batched_tokens": 96, "scheduler_cls": SCHEDULER}
@@ -60,6 +64,44 @@ def test_answers_equal_reading_afresh(model, prompts, policy):
         assert greedy(llm, prompts) == whole
         assert greedy(llm, prompts[::-1]) == whole[::-1], "states in the pool are not changed by use"
         assert index(llm).evictions == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_long_prompt_alone_is_not_cut_and_keeps_the_same_states(
+    model, prompts, monkeypatch, pieces, afresh, processes
+):
+    """With the worker that reads it in pieces, and where processes split the layers: states are kept between pieces."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, (cores * 2)[:processes])))
+    options = pool(64) | {"max_num_batched_tokens": 1024, "worker_cls": WORKER}
+    options |= {"pipeline_parallel_size": 2, **TRACED} if processes > 1 else {}
+    with engine(model, "tova:64", **options) as llm:
+        alone = [greedy(llm, [prompt])[0] for prompt in prompts]
+        assert external_hits(llm) == 2 * 192 + 2 * 32 + 32 + 0 + 96
+        assert alone == afresh[: len(prompts)]
+        if processes == 1:
+            assert pieces[:2] == [8, 4], "240 tokens with states at 32, 64 ... 224, and the last 108 of 300"
+        assert greedy(llm, prompts) == alone, "together, from what is in the pool"
+
+
+def test_a_batch_that_is_not_read_in_pieces_stops_the_server(model, prompts, monkeypatch):
+    """A state that the scheduler counts on and nobody has kept would be another text's."""
+    from msrnn.vllm import worker
+
+    monkeypatch.setattr(worker, "_pieces", lambda *arguments: [])
+    with engine(model, "tova:64", **pool(64) | {"max_num_batched_tokens": 1024, "worker_cls": WORKER}) as llm:
+        assert greedy(llm, [prompts[-1][:30]])
+        with pytest.raises(RuntimeError, match="--prefix-pool 0"):
+            greedy(llm, [prompts[0]])
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> list[int]:
+    """The number of pieces of every batch that has some."""
+    counts: list[int] = []
+    run = lanes.Streams.run
+    monkeypatch.setattr(lanes.Streams, "run", lambda self, calls: counts.append(len(calls)) or run(self, calls))
+    return counts
 
 
 @pytest.fixture(scope="module")

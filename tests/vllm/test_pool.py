@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrnn.vllm.host import HostPool
-from msrnn.vllm.pool import Index, keeps, keys_of, piece
+from msrnn.vllm.pool import Index, keeps, kept_between, keys_of, piece
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -48,6 +49,14 @@ def test_kept_positions_do_not_depend_on_the_budget(prompt: int, every: int, one
     assert all(position % every == 0 for position in kept[0])
     whole = prompt // every * every
     assert max(kept[0], default=0) == whole
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 700))
+def test_a_prompt_in_longer_pieces_keeps_the_same(prompt: int, every: int, budget: int) -> None:
+    """A batch whose pieces end anywhere keeps the states within it."""
+    ends = [*range(0, prompt, budget), prompt + 3]
+    kept = [position for start, end in pairwise(ends) for position in kept_between(start, end, prompt, every)]
+    assert kept == [position for position in range(1, prompt + 1) if keeps(position, prompt, every)]
 
 
 @given(st.integers(1, 50_000))
@@ -120,13 +129,14 @@ def test_states_come_back_as_they_were(device: str) -> None:
     assert pool.state_bytes == 768
     before = [layer.clone() for layer in layers]
     for block in range(1, 11):
-        pool.save(layers, block, block - 1)
-        for layer in layers:
+        for number, layer in enumerate(layers):
+            pool.save(number, layer[block], block - 1)
             layer[block] = 0
     for block in range(1, 11):
         pool.load(layers, block - 1, 11 - block)
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(layer[1:11], old[1:11].flip(0))
-    pool.save(layers, 1, 0)
+    for number, layer in enumerate(layers):
+        pool.save(number, layer[1], 0)
     pool.load(layers, 0, 5)
     assert all(torch.equal(layer[5], layer[1]) for layer in layers)

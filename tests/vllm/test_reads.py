@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -150,13 +151,18 @@ def test_reads_at_fixed_addresses_equal_each_text_alone(text, runs):
 
 
 class InPieces(Requests):
-    """A long prompt goes through the layer in pieces of 32 tokens, on three lanes."""
+    """A long prompt goes through the layer in pieces of 32 tokens, on three lanes; they end at `stops`, too."""
+
+    def __init__(self, *arguments, stops=None) -> None:
+        super().__init__(*arguments)
+        self.stops = stops or {}
 
     def attend(self, batch: Batch, new: list[torch.Tensor], output: torch.Tensor) -> None:
-        if not batch.has_long_prompt(32):
+        prompt = batch.only_prompt(len(output))
+        if prompt is None or (prompt.size <= 32 and not self.stops):
             super().attend(batch, new, output)
             return
-        for tokens, piece in batch.pieces(32, Turns(gpu=False), 3):
+        for tokens, piece in batch.pieces(32, Turns(gpu=False), 3, self.stops):
             some = [tensor[tokens] for tensor in new]
             attend_piece("layer", lambda: self.blocks, piece, *some, self.policy, self.attention, output[tokens])
 
@@ -210,6 +216,46 @@ def test_a_prompt_in_pieces_equals_the_whole(text, runs, monkeypatch):
     assert all(len(pair) == 1 for pair in pairs), "a block was copied in one go"
     others = [block for block in range(BLOCKS) if block not in requests.homes[:2]]
     assert torch.equal(requests.raw[others], before[others])
+
+
+@pytest.mark.parametrize("text", ["tova:48", "tova:150", "blend:48", "h2o:48,kv=k8v4"])
+@pytest.mark.parametrize("sizes", [[120], [1, 119], [13, 107]])
+def test_a_state_kept_between_pieces_goes_on_in_another_block(text, sizes, planned):
+    """As for the pool of states: after 40 tokens, where another request has a step in the same piece, and after 96."""
+
+    def keep(stop: int):
+        return lambda layer: kept.update({stop: requests.raw[requests.homes[0]].clone()})
+
+    kept = {}
+    requests = InPieces(text, Attention(SIZE**-0.5), 0, stops={stop: keep(stop) for stop in (40, 96)})
+    for size in sizes:
+        requests.run([size, 0, 0, 1, 0, 0])
+    assert list(kept) == [40, 96]
+    requests.stops = {}
+    whole = torch.cat(requests.outputs[0])
+    for number, (stop, block) in enumerate(kept.items(), 1):
+        requests.raw[requests.homes[number]] = block
+        requests.texts[number], requests.seen[number] = requests.texts[0], stop
+        requests.outputs[number] = [whole[:stop]]
+    requests.run([60, 100, 70, 1, 0, 0])
+    requests.check()
+
+
+def test_where_pieces_end():
+    def ends(size: int, seen: int, stops: tuple[int, ...]) -> list[tuple[int, bool]]:
+        """Of a prompt behind two steps: the last token of every piece, and whether it is kept."""
+        batch = batch_of(torch.zeros(3), torch.zeros(3), [0, 1, 2, 2 + size], [5, 5, seen])
+        pieces = batch.pieces(100, Turns(gpu=False), 3, dict.fromkeys(stops, print))
+        assert pieces[0][0].start == 0
+        assert all(one[0].stop == two[0].start for one, two in pairwise(pieces))
+        assert [piece.steps for _, piece in pieces] == [2] + [0] * (len(pieces) - 1)
+        assert sum(piece.rows[0].size for _, piece in pieces) == size
+        return [(tokens.stop - 2 + seen, piece.keep is print) for tokens, piece in pieces]
+
+    assert ends(250, 0, ()) == [(100, False), (200, False), (250, False)]
+    assert ends(250, 0, (64, 128)) == [(64, True), (128, True), (228, False), (250, False)]
+    assert ends(250, 30, (64, 264)) == [(64, True), (164, False), (264, True), (280, False)]
+    assert ends(250, 30, (20, 30, 280)) == [(130, False), (230, False), (280, True)], "others are no part of it"
 
 
 def counted(method, calls: list):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self, cast
@@ -25,6 +25,8 @@ from .lanes import Turns
 from .read_graphs import BlockReads, graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
 
+Keep = Callable[[Any], object]  # with a layer
+
 
 @dataclass
 class Batch:
@@ -33,7 +35,8 @@ class Batch:
     blocks [R], seen [R] (tokens before this batch), on the device. `begins`: one of the steps may be a request's first
     token, so its block must be emptied. On the host: `seen_list` is `seen`, where it is known there, and `sizes` the
     number of new tokens of each request. A piece of a prompt that is read beside others has its `lane`, whose CUDA
-    graphs it runs, and its `turns`, in which the pieces take every layer.
+    graphs it runs, its `turns`, in which the pieces take every layer, and perhaps `keep`: what is done with a layer
+    that has read it.
     """
 
     steps: int
@@ -46,6 +49,7 @@ class Batch:
     plans: dict[Sizes, Reads] = field(default_factory=dict)
     lane: int | None = None
     turns: Turns | None = None
+    keep: Keep | None = None
 
     def reads(self, sizes: Sizes) -> Reads:
         """The indices that a part of a layer needs, shared by all alike."""
@@ -54,21 +58,32 @@ class Batch:
             self.plans[shared] = plan(self.blocks, self.rows, sizes)
         return self.plans[shared]
 
-    def has_long_prompt(self, size: int) -> bool:
-        """Whether it has a prompt that is longer than that, and no other."""
-        return len(self.rows) == 1 and self.rows[0].size > size
+    def only_prompt(self, count: int) -> Row | None:
+        """Its prompt, if it has no other and has `count` tokens in all."""
+        alone = len(self.rows) == 1 and self.steps + self.rows[0].size == count
+        return self.rows[0] if alone else None
 
-    def pieces(self, size: int, turns: Turns, lanes: int) -> list[tuple[slice, Self]]:
-        """The only prompt in pieces of that size: the tokens of each, and a batch of them. Steps go with the first."""
+    def pieces(
+        self, size: int, turns: Turns, lanes: int, stops: Mapping[int, Keep] | None = None
+    ) -> list[tuple[slice, Self]]:
+        """The only prompt in pieces: the tokens of each, and a batch of them. Steps go with the first.
+
+        They have at most `size` tokens, and end at `stops`: after so many tokens of the text its value is called.
+        """
         (row,) = self.rows
-        pieces = []
-        for number, begin in enumerate(range(0, row.size, size)):
+        pieces: list[tuple[slice, Self]] = []
+        stops, begin = stops or {}, 0
+        while begin < row.size:
+            inside = (stop - row.seen for stop in stops if stop > row.seen + begin)
+            end = min(begin + size, row.size, *inside)
             first = row.start + begin if begin else 0
-            own = row._replace(start=row.start + begin - first, size=min(size, row.size - begin), seen=row.seen + begin)
-            batch = replace(self, rows=[own], plans={}, lane=number % lanes, turns=turns)
+            own = row._replace(start=row.start + begin - first, size=end - begin, seen=row.seen + begin)
+            keep = stops.get(row.seen + end)
+            batch = replace(self, rows=[own], plans={}, lane=len(pieces) % lanes, turns=turns, keep=keep)
             if begin:
                 batch.steps, batch.begins = 0, False
-            pieces.append((slice(first, first + own.start + own.size), batch))
+            pieces.append((slice(first, row.start + end), batch))
+            begin = end
         return pieces
 
 
@@ -154,11 +169,13 @@ def attend_piece(
     with piece.turns.take(layer):
         if piece.steps:
             attend(blocks(), piece, query, key, value, policy, attention, output)
-            return
-        if layer not in readers:
-            (slots,) = parts_of(blocks())
-            readers[layer] = Reader(slots, query, policy, attention)
-        readers[layer].read(piece, query, key, value, output)
+        else:
+            if layer not in readers:
+                (slots,) = parts_of(blocks())
+                readers[layer] = Reader(slots, query, policy, attention)
+            readers[layer].read(piece, query, key, value, output)
+        if piece.keep is not None:
+            piece.keep(layer)
 
 
 def _read_group(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from ..core.heads import LayerSlots, parts_of
 from ..core.slots import Slots, lowest_empty
 from . import metrics, settings
 from .backend import bounded_layers
+from .batch import Keep
 from .host import HostPool
+from .lane_count import least_in_pieces
 from .plugin import Refused
-from .pool import EVERY, INTERVAL, STATES, Index, keeps, keys_of
+from .pool import EVERY, INTERVAL, STATES, Index, kept_between, keys_of
 from .prefix import FILES, Prefix, read_prefixes
 
 logger = init_logger("vllm.msrnn")
@@ -41,12 +44,14 @@ logger = init_logger("vllm.msrnn")
 class Copies(KVConnectorMetadata):  # type: ignore[misc]
     """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (block, place) after.
 
-    For the metrics: the tokens that the loads spare, and the states in the pool and evicted from it so far.
+    Within a batch that reads one prompt its block is also copied at `stops`, after so many tokens of the text. For the
+    metrics: the tokens that the loads spare, and the states in the pool and evicted from it so far.
     """
 
     files: list[tuple[str, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
+    stops: dict[int, tuple[int, int]] = field(default_factory=dict)  # position: block, place
     tokens: int = 0
     states: int = 0
     evictions: int = 0
@@ -84,8 +89,11 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.keys: dict[str, list[bytes]] = {}
         self.matches: dict[str, Prefix | None] = {}
         self.running: dict[str, _Running] = {}
+        self.least_in_pieces = least_in_pieces(vllm_config)
         # In a worker:
         self.pool: HostPool | None = None
+        self.saved: set[str] = set()  # layers whose part of this batch's saves is copied
+        self.stopped = False  # whether this batch is read in pieces that end at its stops
         self.counters: metrics.PrefixMeter | None = None
 
     # Called in the scheduler.
@@ -149,14 +157,26 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         copies, self.copies = self.copies, Copies()
-        for name, size in scheduler_output.num_scheduled_tokens.items() if self.states else ():
-            running = self.running[name]
-            position, keys = running.request.num_computed_tokens + size, self.keys_of(running.request)
-            if keys and keeps(position, running.request.num_prompt_tokens, self.every):
-                place = self.index.add(keys[: position // self.every])
-                copies.saves.extend([] if place is None else [(running.block, place)])
+        if self.states:
+            self.add_saves(copies, scheduler_output.num_scheduled_tokens)
         copies.states, copies.evictions = len(self.index), self.index.evictions
         return copies
+
+    def add_saves(self, copies: Copies, sizes: dict[str, int]) -> None:
+        """What is kept of a batch: states at its end, and of a prompt that is read alone those before it, too."""
+        alone = sum(size > 1 for size in sizes.values()) == 1
+        in_pieces = alone and self.least_in_pieces is not None and sum(sizes.values()) >= self.least_in_pieces
+        saves: dict[int, tuple[int, int]] = {}  # by place: a later state may evict an earlier one of the same batch
+        for name, size in sizes.items():
+            request, block = self.running[name].request, self.running[name].block
+            keys, end = self.keys_of(request), request.num_computed_tokens + size
+            start = end - size if in_pieces else end - 1
+            for position in kept_between(start, end, request.num_prompt_tokens, self.every) if keys else ():
+                place = self.index.add(keys[: position // self.every])
+                if place is not None:
+                    saves[place] = (block, 0 if position == end else position)
+        copies.saves = [(block, place) for place, (block, position) in saves.items() if not position]
+        copies.stops = {position: (block, place) for place, (block, position) in saves.items() if position}
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         self.keys.pop(request.request_id, None)
@@ -174,11 +194,16 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pool's memory before the first request comes; once, as the scheduler counts on what is in it."""
         if self.states and self.pool is None:
-            self.pool = HostPool(self.states, self.blocks())
+            self.pool = HostPool(self.states, list(self.blocks().values()))
 
-    def blocks(self) -> list[Tensor]:
+    def blocks(self) -> dict[str, Tensor]:
         """Every layer's blocks as bytes, [blocks, bytes]; anew every time, as vLLM may move them."""
-        return [bytes_of(layer) for layer in bounded_layers(self.layers).values()]
+        return {name: bytes_of(layer) for name, layer in bounded_layers(self.layers).items()}
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every layer in the pool."""
+        return {name: number for number, name in enumerate(bounded_layers(self.layers))}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Before the batch runs: copy states into the blocks of requests that start from one."""
@@ -188,7 +213,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.load(self.prefixes[name], block)
         if copies.loads:
             assert self.pool is not None
-            layers = self.blocks()
+            layers = list(self.blocks().values())
             for place, block in copies.loads:
                 self.pool.load(layers, place, block)
 
@@ -200,17 +225,50 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Loaded before the batch began."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saved when the batch has run."""
+        """A layer has run, and the others follow: time to copy its part of the states that are kept after the batch.
 
-    def wait_for_save(self) -> None:
-        """After the batch: copy the states that are kept out of their requests' blocks."""
+        Of a prompt in pieces it may be any piece, so the end of the batch is waited for.
+        """
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
+        if copies.saves and attn_metadata.turns is None:
+            self.save_all(copies, layer_name, bytes_of(self.layers[layer_name]))
+
+    def save_all(self, copies: Copies, name: str, blocks: Tensor) -> None:
+        for block, place in copies.saves:
+            self.save(name, blocks[block], place)
+        self.saved.add(name)
+
+    def save(self, name: str, state: Tensor, place: int) -> None:
+        assert self.pool is not None
+        self.pool.save(self.numbers[name], state, place)
+
+    def stops(self) -> dict[int, Keep]:
+        """For a batch that is read in pieces: where one must end, and what keeps a layer's part of the state then."""
+        if not self.has_connector_metadata():
+            return {}
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        self.stopped = True
+        return {position: partial(self.keep, *where) for position, where in copies.stops.items()}
+
+    def keep(self, block: int, place: int, layer: Any) -> None:
+        self.save(layer.layer_name, bytes_of(layer)[block], place)
+
+    def wait_for_save(self) -> None:
+        """After the batch: what no layer has copied, as within a CUDA graph."""
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        if copies.stops and not self.stopped:
+            raise RuntimeError(
+                "states within a prompt were to be kept, but vLLM read it in one pass; please report this, and start "
+                "with --prefix-pool 0"
+            )
         if copies.saves:
-            assert self.pool is not None
-            layers = self.blocks()
-            for block, place in copies.saves:
-                self.pool.save(layers, block, place)
+            for name, blocks in self.blocks().items():
+                if name not in self.saved:
+                    self.save_all(copies, name, blocks)
+        self.saved, self.stopped = set(), False
         if metrics.enabled():
             self.count(copies)
 

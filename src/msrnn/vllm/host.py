@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STAGED = 4  # states copied on the device at once; more would take memory that vLLM has not counted
+_STAGED = 4  # states that wait on the device at once; more would take memory that vLLM has not counted
 
 
 class HostPool:
@@ -24,31 +24,36 @@ class HostPool:
         parts = torch.split(_host_memory(states * sum(sizes), self.gpu), [states * size for size in sizes])
         self.memory = [part.view(states, size) for part, size in zip(parts, sizes, strict=True)]
         self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
-        self.copies: deque[torch.cuda.Event] = deque()
+        self.copies: deque[tuple[torch.cuda.Event, int]] = deque()  # that wait on the device, with their bytes
+        self.waiting = 0  # the sum of these bytes
 
     @property
     def state_bytes(self) -> int:
         return sum(memory.shape[1] for memory in self.memory)
 
-    def save(self, layers: Sequence[Tensor], block: int, place: int) -> None:
-        """Copy a block's state to a place, after all that the device was told so far."""
+    def save(self, number: int, state: Tensor, place: int) -> None:
+        """Copy one layer's part of a state to its place, after all that the current stream was told so far."""
+        target = self.memory[number][place]
         if self.stream is None:
-            for memory, layer in zip(self.memory, layers, strict=True):
-                memory[place] = layer[block]
+            target.copy_(state)
             return
-        current = torch.cuda.current_stream()
-        while self.copies and self.copies[0].query():  # type: ignore[no-untyped-call]
-            self.copies.popleft()
-        staged = len(self.copies) < _STAGED
-        sources = [layer[block].clone() if staged else layer[block] for layer in layers]
+        current, staged = torch.cuda.current_stream(), self._has_room(state.nbytes)
+        source = state.clone() if staged else state
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            for memory, source in zip(self.memory, sources, strict=True):
-                memory[place].copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
+            if staged:
                 source.record_stream(self.stream)
-            self.copies.append(self.stream.record_event())
+                self.copies.append((self.stream.record_event(), source.nbytes))
+                self.waiting += source.nbytes
         if not staged:
             current.wait_stream(self.stream)  # what runs next may write to the block
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more may wait on the device for their way to the host."""
+        while self.copies and self.copies[0][0].query():  # type: ignore[no-untyped-call]
+            self.waiting -= self.copies.popleft()[1]
+        return self.waiting + size <= _STAGED * self.state_bytes
 
     def load(self, layers: Sequence[Tensor], place: int, block: int) -> None:
         """Copy a place's state into a block, before all that the device is told from now on."""

@@ -1,4 +1,4 @@
-"""Whether long prompts are read on several streams, by vLLM's configuration."""
+"""Whether long prompts are read in pieces, on several streams, by vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def lane_count(config: Any) -> int:
         and isinstance(settings.policies()[0], Policy)
     )
     return LANES if alone else 0
+
+
+def least_in_pieces(config: Any) -> int | None:
+    """A batch with one prompt and so many tokens in all can be read in pieces that end anywhere; None: none can.
+
+    Smaller ones may be CUDA graphs of vLLM's, and M-RoPE has three positions for a token.
+    """
+    if lane_count(config) == 0 or config.model_config.uses_mrope:
+        return None
+    return (config.compilation_config.max_cudagraph_capture_size or 0) + 1

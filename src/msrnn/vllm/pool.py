@@ -1,8 +1,8 @@
 """Automatic prefix reuse: which states are kept for later requests, and under what. Nothing here imports vLLM.
 
-A state is kept after some of the pieces that a prompt is read in, under the hash of all tokens so far. The scheduler
-alone decides: it holds the index and numbers the places of the pool, and every worker copies its share of a state
-into the place it is told. So all workers hold the same states, however many there are.
+A state is kept at some places of a prompt, under the hash of all tokens so far. The scheduler alone decides: it holds
+the index and numbers the places of the pool, and every worker copies its share of a state into the place it is told. So
+all workers hold the same states, however many there are.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ def keeps(position: int, prompt: int, every: int) -> bool:
     if not 0 < position <= prompt:
         return False
     return position == prompt // every * every or position % _interval(position - 1, every) == 0
+
+
+def kept_between(start: int, end: int, prompt: int, every: int) -> list[int]:
+    """Where a state is kept, after `start` and up to `end`."""
+    boundaries = range((start // every + 1) * every, min(end, prompt) + 1, every)
+    return [position for position in boundaries if keeps(position, prompt, every)]
 
 
 def _interval(position: int, every: int) -> int:

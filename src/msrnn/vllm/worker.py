@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import (
     ForwardContext,
     get_forward_context,
@@ -20,6 +21,8 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from . import lanes
+from .batch import Keep
+from .connector import PrefixConnector
 from .lane_count import lane_count
 from .lanes import Streams
 
@@ -81,15 +84,24 @@ def _pieces(context: ForwardContext, count: int, streams: Streams) -> list[tuple
     if not isinstance(metadata, dict) or not metadata or context.ubatch_slices is not None:
         return []
     kinds = {id(batch): batch for batch in metadata.values()}
-    first = next(iter(kinds.values()))
-    if not first.has_long_prompt(lanes.PIECE) or first.steps + first.rows[0].size != count:
+    prompt = next(iter(kinds.values())).only_prompt(count)
+    if prompt is None:
+        return []
+    stops = _stops()
+    if not stops and prompt.size <= lanes.PIECE:
         return []
     turns = streams.turns()
-    cut = {kind: batch.pieces(lanes.PIECE, turns, streams.lanes) for kind, batch in kinds.items()}
+    cut = {kind: batch.pieces(lanes.PIECE, turns, streams.lanes, stops) for kind, batch in kinds.items()}
     return [
         (tokens, replace(context, attn_metadata={name: cut[id(batch)][number][1] for name, batch in metadata.items()}))
         for number, (tokens, _) in enumerate(next(iter(cut.values())))
     ]
+
+
+def _stops() -> dict[int, Keep]:
+    """Where in the prompt states are kept for later requests, and what keeps them."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector.stops() if isinstance(connector, PrefixConnector) else {}
 
 
 def _run(forward: Callable[..., Any], inputs: dict[str, Any], tokens: slice, context: ForwardContext) -> Any:
