@@ -1,8 +1,9 @@
-"""Pipelined prefill of a long prompt alone in a batch: pieces of it are in the model together, each a layer behind.
+"""Pipelined prefill: parts of a batch are in the model together, each a layer behind the one before.
 
 The scan of one prompt is a chain of decisions that leaves most of a GPU idle. A layer may take a piece as soon as it is
 done with the one before, whatever the layers above are doing. So vLLM's forward pass runs once for every piece, on a
 few streams, the lanes, and a piece waits in every layer for the one before it. Without a GPU pieces run in turn.
+Many prompts may go through the model as groups in the same way: the scan of one, beside the matmuls of the other.
 Nothing here imports vLLM.
 """
 
@@ -17,6 +18,8 @@ import torch
 
 PIECE = 1024  # tokens: the host launches a layer anew for each piece, and at both ends of a prompt lanes stand idle
 LANES = 6  # pieces on their way at once: more would leave the matmuls too few SMs
+GROUPS = 1  # of the prompts of a batch, each on a lane of its own; 2 has not been measured on a GPU yet
+GROUPED = 4096  # tokens of a batch from which on its prompts go in groups: matmuls of fewer leave SMs idle
 
 
 class Turns:
