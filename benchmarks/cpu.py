@@ -32,6 +32,8 @@ from msrnn.system.memory import Peak
 HERE = Path(__file__).parent
 KVPRESS = HERE.parent / ".venv-kvpress" / "bin" / "python"
 POLICIES = ("tova", "window+4", "h2o")
+PARTS = ("prefill", "pair", "formats", "residual", "heads", "decode", "kvpress")
+PROFILE = "SmolLM2-135M-Instruct-heads"
 
 
 def prefill_plain(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
@@ -212,7 +214,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, help="prompt of the comparison with kvpress")
     parser.add_argument("--continuation", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["prefill", "pair", "formats", "residual", "decode", "kvpress"])
+    parser.add_argument("--parts", nargs="+", default=[*PARTS])
     parser.add_argument("-o", "--out", type=Path, default=HERE.parent / "results" / "cpu.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -236,6 +238,9 @@ def main() -> None:
     if "residual" in options.parts:
         names = [f"{policy}:{options.capacity}" for policy in ("fade", "blend")]
         tables += [turns_table(model, ids, "residual", names, n, *turns) for n in options.lengths]
+    if "heads" in options.parts:
+        names = [f"fade:{options.capacity}{profile}" for profile in ("", f",profile={PROFILE}")]
+        tables += [turns_table(model, ids, "heads", names, n, *turns) for n in options.lengths]
     if "decode" in options.parts:
         tables += [decode_table(model, ids, options.decode_at, options.capacity, options.decode_tokens)]
     if "kvpress" in options.parts:

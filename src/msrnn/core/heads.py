@@ -178,7 +178,7 @@ def _one_token(
 ) -> Tensor:
     """query [B, H, 1, D] ... -> [B, H, 1, V]: a step of all heads, counted."""
     numbers = recurrence.step_numbers(slots.heads[0], real, 1)[:, 0]
-    rows = HeadSlots(tuple(replace(one, seen=numbers) for one in slots.heads), slots.tables)
+    rows = slots if real is None else with_parts(slots, [replace(one, seen=numbers) for one in slots.heads])
     output = step(rows, query[:, :, 0], key[:, :, 0], value[:, :, 0], policy, attention)
     arrived = (numbers >= 0).to(slots.seen.dtype)
     torch._foreach_add_([one.seen for one in slots.heads], [arrived] * len(slots.heads))

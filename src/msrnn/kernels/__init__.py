@@ -141,8 +141,13 @@ def step_heads(
     None, and nothing done, where no kernel takes them all: then each head steps alone. `tables` lives as long as the
     slots and keeps what a kernel has worked out about them.
     """
-    if not query.is_cuda or attention.sharded or not compiled("cuda"):
+    device = query.device.type
+    if device not in ("cpu", "cuda") or attention.sharded or not compiled(device):
         return None
+    if device == "cpu":
+        from .numba import step as numba_step
+
+        return numba_step.step_heads(slots, query, key, value, policies, attention, tables, out)
     from .triton import step as triton_step
 
     return triton_step.step_heads(slots, query, key, value, policies, attention, tables, out)

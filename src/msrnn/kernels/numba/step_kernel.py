@@ -1,6 +1,7 @@
 """The compiled part of `step` on the CPU: what every thread runs. `step.py` launches it.
 
-Tensors come as addresses and strides in one record, because OpenMP hands a thread one pointer.
+Tensors come as addresses and strides in records. OpenMP hands a thread one pointer, that of a `CALL`: the tokens of one
+step. It points to `WORK` records, which stay as they are from step to step: the slots of a layer, or of each KV head.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -25,20 +26,24 @@ _LOG2E = 1.4426950408889634
 _NOTHING = -1e30  # a logit that no softmax notices
 _LOWEST = np.float32(-126)  # 2 to that power is a float32's smallest number; less is nothing beside a row's maximum
 
-# What a thread is told: numbers, and of every tensor its address and how many bytes lie between rows and between heads.
-STRIDED = (
-    *("query", "key", "value", "output", "keys", "values", "scales"),
-    *("positions", "scores", "gains", "residual", "next"),
-)
-_PLAIN = ("seen", "rows", "sinks", "weights", "finished")
-_SIZES = ("batch", "heads", "stored", "units", "slots", "size", "width", "states", "codes", "scalars")
-_RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "has_residual", "indexed", "has_sinks")
+
+def strided_fields(names):
+    """Of every tensor its address, and the bytes from row to row and from head to head."""
+    return [name + end for name in names for end in ("", "_b", "_h")]
+
+
+# What a thread is told.
+TOKENS = ("query", "key", "value", "output")
+_ADDRESSES = ("works", "seen", "rows", "sinks", "weights", "finished")  # 0 where there are none
+CALL = np.dtype([(name, np.int64) for name in ("task", "batch", "count", *_ADDRESSES, *strided_fields(TOKENS))])
+SLOTS = ("keys", "values", "scales", "positions", "scores", "gains", "residual", "next")
+_SIZES = ("head", "group", "stored", "units", "slots", "size", "width", "states", "codes", "scalars")
+_RULES = ("first", "last", "capacity", "window", "has_scores", "has_gains", "has_residual")
 WORK = np.dtype(
-    [(name, np.int64) for name in ("task", *_SIZES, *_RULES, *_PLAIN)]
-    + [(name + end, np.int64) for name in STRIDED for end in ("", "_b", "_h")]
+    [(name, np.int64) for name in (*_SIZES, *_RULES, *strided_fields(SLOTS))]
     + [(name, np.float64) for name in ("scale", "softcap", "momentum", "decay")]
 )
-_Work: Any = numba.from_dtype(WORK)
+_Call: Any = numba.from_dtype(CALL)
 
 _jit = jit(FAST_MATH)
 _exact = jit({"contract", "nsz"})
@@ -77,15 +82,15 @@ def _table(address, rows, columns, kind):
 
 
 @_jit
-def _task(w, b, e, number, word, key_code, value_code):
+def _task(call, w, b, e, number, word, key_code, value_code):
     """One stored head of one row: the newcomer is written, and all that is held attended to."""
-    home = _list(w.rows, w.batch, np.int64)[b] if w.indexed else b
-    now = _list(w.seen, w.batch, np.int64)[b]
-    share, group = w.stored // w.units, w.heads // w.stored
+    home = _list(call.rows, call.batch, np.int64)[b] if call.rows else b
+    now = _list(call.seen, call.batch, np.int64)[b]
+    share, group, h = w.stored // w.units, w.group, w.head + e
     u = e // share
-    outputs = w.output + b * w.output_b + e * group * w.output_h
+    outputs = call.output + b * call.output_b + h * group * call.output_h
     for g in range(group):
-        _list(outputs + g * w.output_h, w.width, number)[:] = 0
+        _list(outputs + g * call.output_h, w.width, number)[:] = 0
     if now < 0 or home < 0 or home >= w.states:
         return
     spot = _list(w.next + home * w.next_b + u * w.next_h, 1, np.int64)
@@ -97,41 +102,49 @@ def _task(w, b, e, number, word, key_code, value_code):
     keys = _table(w.keys + home * w.keys_b + e * w.keys_h, used, w.size, key_code)
     values = _table(w.values + home * w.values_b + e * w.values_h, used, w.codes, value_code)
     words = _table(w.scales + home * w.scales_b + e * w.scales_h, used, w.scalars, np.uint16)
-    new = _table(w.value + b * w.value_b + e * w.value_h, 1, w.width, word)
-    store(keys, words, spot[0], _table(w.key + b * w.key_b + e * w.key_h, 1, w.size, word), number)
+    new = _table(call.value + b * call.value_b + h * call.value_h, 1, w.width, word)
+    store(keys, words, spot[0], _table(call.key + b * call.key_b + h * call.key_h, 1, w.size, word), number)
     store(values, words[:, 1:], spot[0], new, number)
     scales = decode_scales(words, number)
     if w.has_gains:
         gain = _list(w.gains + home * w.gains_b + e * w.gains_h, w.slots, number)
         row = numbers(values, scales[:, 1:], room(values, number), spot[0], spot[0] + 1)[0]
         gain[spot[0]] = _norm(in_dtype(row, new), number(0))
-    heads = _table(w.weights, w.batch * w.heads, w.slots, number)[b * w.heads : (b + 1) * w.heads, :used]
-    weights = heads[e * group : (e + 1) * group]
+    heads = _weights(call, w, b * w.units + u, share * group, used, number)
+    weights = heads[e % share * group :][:group]
     queries, mixed = np.empty((group, w.size), number), np.zeros((group, w.width), number)
     for g in range(group):
-        query = _table(w.query + b * w.query_b + (e * group + g) * w.query_h, 1, w.size, word)
+        query = _table(call.query + b * call.query_b + (h * group + g) * call.query_h, 1, w.size, word)
         queries[g] = numbers(query, scales, room(query, number), 0, 1)[0]
     _attend(queries, keys, scales, weights, number(w.scale), number(w.softcap))
     rest = _residual(w, home, e, number)
     for g in range(group):
-        sink = _list(w.sinks, w.heads, number)[e * group + g] if w.has_sinks else number(0)
+        sink = _list(call.sinks, (h + 1) * group, number)[h * group + g] if call.sinks else number(0)
         blended = _blended(queries[g], rest, number(w.scale))
         horizon = now - w.window if w.window else -1
-        weight = _softmax(weights[g], positions, spot[0], horizon, w.has_sinks, sink, blended)
+        weight = _softmax(weights[g], positions, spot[0], horizon, call.sinks != 0, sink, blended)
         if w.has_residual:
             for i in range(w.width):
                 mixed[g, i] = weight * rest[w.size + i]
     _collect(weights, values, scales[:, 1:], mixed)
     for g in range(group):
-        _list(outputs + g * w.output_h, w.width, number)[:] = mixed[g]
-    if _count(w.finished + 8 * (b * w.units + u)) == share - 1:
+        _list(outputs + g * call.output_h, w.width, number)[:] = mixed[g]
+    if share == 1 or _count(call.finished + 8 * (b * w.units + u)) == share - 1:
         scores = _list(w.scores + home * w.scores_b + u * w.scores_h, used, number)
-        deciding = heads[u * share * group : (u + 1) * share * group]
         gains = _table(w.gains + home * w.gains_b + u * share * w.gains_h, share, w.slots, number)
-        victim = _decide(w, deciding, positions, scores, gains, spot, now)
+        victim = _decide(w, heads, positions, scores, gains, spot, now)
         if w.has_residual and victim >= 0:
-            for h in range(u * share, (u + 1) * share):
-                _blend(w, home, h, victim, new, number, key_code, value_code)
+            for i in range(u * share, (u + 1) * share):
+                _blend(w, home, i, victim, new, number, key_code, value_code)
+
+
+@_jit
+def _weights(call, w, unit, heads, used, number):
+    """Room for the weights of a unit's query heads; at a place of its own where other tasks write some of them."""
+    if w.stored == w.units:
+        return np.empty((heads, used), number)
+    first = unit * heads * w.slots
+    return _list(call.weights, first + heads * used, number)[first:].reshape(heads, used)
 
 
 @_jit
@@ -383,11 +396,14 @@ def _victim(scores, positions, first, newest):
 
 @_jit
 def _drain(data, number, word, key_code, value_code):
-    """Tasks from the shared counter until there is none left."""
-    w = carray(data, 1)[0]
+    """Tasks from the shared counter until there is none left: all rows of the first work, then of the next."""
+    call = carray(data, 1)[0]
+    works = _list(call.works, call.count, WORK)
+    share = call.batch * works[0].stored
     task = _count(carray(data, 1).ctypes.data)
-    while task < w.batch * w.stored:
-        _task(w, task // w.stored, task % w.stored, number, word, key_code, value_code)
+    while task < call.count * share:
+        w, rest = works[task // share], task % share
+        _task(call, w, rest // w.stored, rest % w.stored, number, word, key_code, value_code)
         task = _count(carray(data, 1).ctypes.data)
 
 
@@ -409,4 +425,4 @@ def compiled(dtype: torch.dtype, kv: KV | None) -> Any:
     def kernel(data):
         _drain(data, number, word, key_code, value_code)
 
-    return cfunc(types.void(types.CPointer(_Work)), kernel)
+    return cfunc(types.void(types.CPointer(_Call)), kernel)
