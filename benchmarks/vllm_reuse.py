@@ -155,7 +155,7 @@ def _memory(gib: int = 2, share: float = 0.25) -> dict[str, float]:
 
 def prompts(options: argparse.Namespace, turn: int) -> list[list[int]]:
     """Three prompts with the same beginning; every round has a beginning of its own."""
-    generator = random.Random(turn)
+    generator = random.Random(f"round {turn}")  # of text: -1 and 1 as numbers are the same seed
     if options.shape is not None:
         shared, *tails = ([generator.randrange(1000, 9000) for _ in range(size)] for size in _sizes(options))
         return [shared + tail for tail in tails]

@@ -6,6 +6,7 @@ import pytest
 
 from msrnn.cli import main, serve
 from msrnn.vllm.lane_count import WORKER
+from msrnn.vllm.pool import SCHEDULER
 from tests.support.serving import run
 
 LOOPBACK = ["--host", "127.0.0.1"]
@@ -77,13 +78,34 @@ def test_on_a_gpu_the_pool_must_be_asked_for(served_model, started, monkeypatch)
 )
 def test_states_of_earlier_prompts_are_kept_in_a_pool(served_model, started, monkeypatch, options, states):
     """4 GiB by default, on a machine that has 64; a scheduler of the user's own stays."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"total": 64 << 30}))
+    monkeypatch.setattr("msrnn.system.memory.usable", lambda: 64 << 30)
     run(served_model(), "--policy", "tova:64", *options)
     command = started[0][0]
     connector = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_extra_config"] == {"prefixes": {}, "states": states}
     schedulers = [command[at + 1] for at, option in enumerate(command) if option == "--scheduler-cls"]
     assert schedulers == [options[1] if "--scheduler-cls" in options else "msrnn.vllm.scheduler.scheduler"]
+
+
+def test_prefix_files_alone_need_our_scheduler_too(served_model, started, monkeypatch):
+    """Without it vLLM keeps blocks from being free at once, and cannot preempt all requests while a batch runs."""
+    monkeypatch.setattr(serve, "_prefix_files", lambda *_: {"a": "/A"})
+    run(served_model(), "--policy", "tova:64", "--prefix", "a=A", "--prefix-pool", "0")
+    run(served_model(), "--policy", "tova:64", "--prefix", "a=A", "--prefix-pool", "0", "--scheduler-cls", "x.Y")
+    commands = [command for command, _ in started]
+    connector = json.loads(commands[0][commands[0].index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_extra_config"] == {"prefixes": {"a": "/A"}, "states": 0}
+    assert commands[0][commands[0].index("--scheduler-cls") + 1] == SCHEDULER
+    assert commands[1].count("--scheduler-cls") == 1
+
+
+def test_the_default_pool_is_an_eighth_of_what_the_container_may_use(served_model, started, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"total": 64 << 30}))
+    monkeypatch.setattr("msrnn.system.memory.cgroup_limits", lambda: [1 << 30, 2 << 30])
+    run(served_model(), "--policy", "tova:64")
+    command = started[0][0]
+    connector = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_extra_config"]["states"] == (1 << 30) // 8 // 18048
 
 
 def test_a_pool_smaller_than_a_state_is_refused(served_model, started, capsys):

@@ -49,11 +49,22 @@ def test_a_residual_for_a_model_with_a_soft_cap_is_refused(served_model, started
     [
         (["--speculative-config", "{}"], "speculative decoding takes tokens back"),
         (["--speculative_config={}"], "speculative decoding takes tokens back"),
+        (["-sc", "{}"], "speculative decoding takes tokens back"),
+        (["--speculative_config.method", "ngram"], "speculative decoding takes tokens back"),
+        (["-sc.method=ngram"], "speculative decoding takes tokens back"),
+        (["--spec-model", "x"], "speculative decoding takes tokens back"),
         (["--kv-transfer-config", "{}"], "KV connectors"),
+        (["--kv-transfer-config.kv_connector", "OffloadingConnector"], "KV connectors"),
+        (
+            ["--kv-offloading-size", "4"],
+            "--kv-offloading-size 4: it moves blocks .*; leave it out, or .* --prefix-pool",
+        ),
+        (["--kv_offloading_size=0", "--prefix-pool", "1MiB"], "--kv-offloading-size 0: it moves blocks of tokens"),
         (["--kv-cache-dtype", "fp8"], r"--kv-cache-dtype fp8: states are stored in the model's dtype \(bfloat16\)"),
         (["--kv-cache-dtype", "float16"], "leave it out, or use a policy with kv=int8"),
         (["--kv-cache-dtype", "bfloat16", "--dtype", "half"], r"the model's dtype \(float16\)"),
         (["--decode-context-parallel-size", "2"], "spreads a request's tokens"),
+        (["-pcp", "2"], "--prefill-context-parallel-size spreads a request's tokens"),
         (["--attention-backend", "FLASH_ATTN"], "the backend is msrnn's"),
         (["--policy", "full"], "'full' is not bounded"),
         (["--policy", "tovva:64"], "did you mean 'tova:64'"),
@@ -94,6 +105,43 @@ def test_kv_heads_with_budgets_go_to_processes_whole(served_model, started, tmp_
             Refused, match="budgets for 2 KV heads in a layer, and there are 1 per process at --tensor-parallel-size 4"
         ):
             run(*arguments, *option)
+
+
+@pytest.mark.parametrize("policy", ["key_difference:64", "./my_rule.py:64", "key_difference-head:64"])
+def test_research_rules_are_refused_in_one_line(served_model, started, capsys, tmp_path, monkeypatch, policy):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rule.py").write_text("def score(view):\n    return view.weights.amax(2)\n")
+    assert main(["serve", served_model(), "--policy", policy]) == 2
+    error = capsys.readouterr().err
+    assert "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova" in error
+    assert error.count("\n") == 1
+    assert not started
+
+
+@pytest.mark.parametrize("policy, starts", [("h2o:64", False), ("tova-head:64", False), ("tova:64", True)])
+def test_more_processes_than_kv_heads_that_decide_alone(served_model, started, capsys, policy, starts):
+    name = served_model(num_attention_heads=9, num_key_value_heads=3, hidden_size=144)
+    run(name, "--policy", policy, "--tensor-parallel-size", "3")
+    arguments = ["serve", name, "--policy", policy, "--tensor-parallel-size", "9"]
+    if starts:
+        run(*arguments[1:])
+        return
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "there are more processes than KV heads, and those that share a KV head" in error
+    assert "lower --tensor-parallel-size, or use a policy whose layers decide as one" in error
+    assert len(started) == 1
+
+
+def test_learned_sinks_and_heads_that_decide_together_in_several_processes(served_model, started):
+    """In layers with a window of the model's own that is the tighter bound, nobody decides."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+    model = served_model(model_type="gpt_oss", head_dim=16, num_local_experts=4, **kinds)
+    for policy, processes in (("tova:64", "1"), ("tova-head:64", "2"), ("h2o:64", "2"), ("window+4:64", "2")):
+        run(model, "--policy", policy, "--tensor-parallel-size", processes)
+    with pytest.raises(Refused, match=r"learned sinks, and --tensor-parallel-size 2 .*; use one process, or .*h2o"):
+        serve_command(model, "--policy", "tova:64", "--tensor-parallel-size", "2")
+    assert len(started) == 4
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0"])

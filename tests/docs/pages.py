@@ -43,8 +43,23 @@ def links(name: str) -> list[str]:
 
 def anchors(name: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", prose(name), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", prose(name), re.MULTILINE)}
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def links_to_their_own_section(name: str) -> list[str]:
+    """Links that lead to a heading under which they stand themselves."""
+    above: list[tuple[int, str]] = []
+    lost = []
+    for line in prose(name).splitlines():
+        if heading := re.fullmatch(r"(#+) (.+)", line):
+            above = [one for one in above if one[0] < len(heading[1])] + [(len(heading[1]), anchor(heading[2]))]
+        own = re.findall(rf"\]\((?:{re.escape(Path(name).name)})?#([^)]+)\)", line)
+        lost += [target for target in own if target in [title for _, title in above]]
+    return lost
 
 
 def tables(name: str, heading: str) -> list[list[list[str]]]:

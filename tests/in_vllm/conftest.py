@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.in_vllm.engines import NEW, plan_of
+from tests.in_vllm.engines import generate_alone
 
 HERE = Path(__file__).parent
 
@@ -47,20 +47,4 @@ def hf_model(model):
 @pytest.fixture(scope="session")
 def alone(hf_model, prompts):
     """A policy -> the tokens that msrnn's transformers path generates after each prompt on its own."""
-    import torch
-
-    import msrnn
-
-    def generate(policy: str, ids: list[int]) -> list[int]:
-        inputs = torch.tensor([ids])
-        output = hf_model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            past_key_values=msrnn.cache(hf_model, plan_of(policy)),
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-            do_sample=False,
-        )
-        return output[0, len(ids) :].tolist()
-
-    return cache(lambda policy: [generate(policy, ids) for ids in prompts])
+    return cache(lambda policy: [generate_alone(hf_model, policy, ids) for ids in prompts])

@@ -74,6 +74,24 @@ def greedy(llm, prompts: list[list[int]], tokens: int = NEW, **extra: str) -> li
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
+def generate_alone(hf_model, policy: str, ids: list[int], tokens: int = NEW) -> list[int]:
+    """The greedy tokens after a prompt on its own, as msrnn's transformers path generates them."""
+    import torch
+
+    import msrnn
+
+    inputs = torch.tensor([ids])
+    output = hf_model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        past_key_values=msrnn.cache(hf_model, plan_of(policy)),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+    )
+    return output[0, len(ids) :].tolist()
+
+
 def in_turn(*policies: str, layers: int = 30) -> str:
     """MSRNN_POLICY for layers that have these policies in turn."""
     return ";".join(islice(cycle(policies), layers))

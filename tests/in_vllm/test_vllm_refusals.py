@@ -207,8 +207,12 @@ def test_a_worker_of_the_server_refuses_and_the_server_ends(tiny):
 
 @pytest.mark.parametrize(
     "policy, reason",
-    [("tova:64", "Refused: vLLM 0.99.0 was never tried"), ("tovva:64", "did you mean 'tova:64'")],
-    ids=["version", "policy"],
+    [
+        ("tova:64", "Refused: vLLM 0.99.0 was never tried"),
+        ("tovva:64", "did you mean 'tova:64'"),
+        ("", "MSRNN_POLICY is set but empty; write e.g. MSRNN_POLICY=tova:512, or unset it"),
+    ],
+    ids=["version", "policy", "MSRNN_POLICY=$UNSET"],
 )
 def test_an_untested_vllm_and_an_unknown_policy_end_the_server(tiny, tmp_path, policy, reason):
     """Metadata that says 0.99 comes first on the path."""

@@ -111,7 +111,10 @@ def afresh(model, prompts, ids):
         return greedy(llm, [*prompts, ids[1200:1300]])
 
 
-def test_requests_preempted_while_a_batch_is_on_its_way(model, prompts, afresh, monkeypatch):
+@pytest.mark.parametrize("states", [16, 0], ids=["pool", "prefix files alone"])
+def test_requests_preempted_while_a_batch_is_on_its_way(
+    model, hf_model, prompts, ids, afresh, monkeypatch, tmp_path, states
+):
     """As on a GPU, where vLLM schedules ahead: it gets back all blocks at once, though a batch still uses them.
 
     Before `small` starts: vLLM has one KV connector in a process.
@@ -121,8 +124,10 @@ def test_requests_preempted_while_a_batch_is_on_its_way(model, prompts, afresh, 
 
     monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with engine(model, "tova:64", **pool(16)) as small:
+    files = {} if states else {"file": build_prefix(hf_model, model, tmp_path, "file", ids[:50], "tova:64")}
+    with engine(model, "tova:64", **pool(states, files)) as small:
         llm, tokens, turn = small.llm_engine, {}, 0
+        assert llm.engine_core.engine_core.scheduler.need_mamba_block_aligned_split == (states > 0), "who cuts prompts"
         for name, prompt in enumerate(prompts):
             llm.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
         while llm.has_unfinished_requests():
@@ -132,6 +137,7 @@ def test_requests_preempted_while_a_batch_is_on_its_way(model, prompts, afresh, 
             if turn in (3, 8, 15):
                 assert llm.reset_prefix_cache(reset_running_requests=True)
         assert turn > 15
+        assert external_hits(small) > 0
         assert [tokens[name] for name in range(len(prompts))] == afresh[: len(prompts)]
 
 
@@ -198,3 +204,46 @@ def test_aborted_and_preempted_requests(small, prompts, afresh):
     assert turn > 8
     assert [tokens[name] for name in names[1:]] == [afresh[0], afresh[3]]
     assert ask(small, {"prompt_token_ids": prompts[2]}) == afresh[2]
+
+
+def test_embeddings_within_a_chat_share_nothing(small, ids):
+    """vLLM has tokens for them too, the same for all; neither the pool nor a file may take them for the text."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    def request(name: str, **embeddings) -> Request:
+        return Request(name, ids[1200:1300], SamplingParams(max_tokens=1), None, **embeddings)
+
+    connector = small.llm_engine.engine_core.engine_core.scheduler.connector
+    text = request("text")
+    assert len(connector.keys_of(text)) == 3
+    assert connector.find(text).name == "file"
+    is_text = [not 10 <= place < 20 for place in range(100)]
+    for value in (0.0, 1.0):
+        mixed = request(f"of {value}", prompt_embeds=torch.full((100, 4), value), prompt_is_token_ids=is_text)
+        assert connector.keys_of(mixed) == []
+        assert connector.find(mixed) is None
+        assert connector.get_num_new_matched_tokens(mixed, 0) == (0, False)
+
+
+def test_requests_that_began_before_a_reset_leave_no_states(small, prompts, afresh):
+    """The weights may be others since; those that begin anew, preempted ones among them, leave theirs."""
+    from vllm import SamplingParams
+
+    llm = small.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for preempted in (False, True):
+        llm.reset_prefix_cache(reset_connector=True)
+        llm.add_request("old", {"prompt_token_ids": prompts[2]}, sampling)
+        llm.step()
+        assert len(index(small)) == 1, "a piece of the prompt has been read"
+        llm.reset_prefix_cache(reset_running_requests=preempted, reset_connector=True)
+        assert len(index(small)) == 0
+        while llm.has_unfinished_requests():
+            answers = llm.step()
+            assert preempted or len(index(small)) == 0
+        assert list(answers[0].outputs[0].token_ids) == afresh[2]
+        assert (len(index(small)) > 0) == preempted
+    assert ask(small, {"prompt_token_ids": prompts[0]}) == afresh[0]
+    assert len(index(small)) > 0

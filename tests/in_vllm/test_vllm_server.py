@@ -9,6 +9,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -22,15 +25,23 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}  # float32, added up in another order
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("serve") / "log"
+    options = ("--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
+    with serve(model, f"tova:{CAPACITY}", log, *options) as started:
+        yield started
+
+
+@contextmanager
+def serve(model: str, policy: str, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str, Path]]:
+    """`msrnn serve` in float32 under the name "smol": its process, its address and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "msrnn", "serve", model, "--policy", f"tova:{CAPACITY}", "--dtype", "float32"]
-    options = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
+    command = [sys.executable, "-m", "msrnn", "serve", model, "--policy", policy, "--dtype", "float32"]
+    common = ["--enforce-eager", "--port", str(port), "--served-model-name", "smol"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_ENABLE_V1")}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, *options, "--port", str(port), "--served-model-name", "smol"],
+            [*command, *common, *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
@@ -67,7 +78,7 @@ def client(server):
 
 def metric(url: str, name: str, label: str = "") -> float:
     """A number of /metrics; label: what must be among its labels."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
     labels = f"{{[^}}]*{re.escape(label)}[^}}]*}}" if label else "(?:{[^}]*})?"
     match = re.search(rf"^{name}{labels} ([0-9.e+]+)$", text, re.MULTILINE)
     assert match, f"{name} {label} is not among the metrics"

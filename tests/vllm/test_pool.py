@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrnn.vllm import host
 from msrnn.vllm.host import HostPool
 from msrnn.vllm.pool import Index, keeps, kept_between, keys_of, piece
 
@@ -121,8 +123,10 @@ def test_places_are_never_shared() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_states_come_back_as_they_were(device: str) -> None:
+@pytest.mark.parametrize("staged", [host._STAGED, 4 * 768, 0])
+def test_states_come_back_as_they_were(device: str, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More saves than are staged, each block overwritten at once, and places used again."""
+    monkeypatch.setattr(host, "_STAGED", staged)
     torch.manual_seed(0)
     layers = [torch.randint(256, (12, size), dtype=torch.uint8, device=device) for size in (640, 128)]
     pool = HostPool(10, layers)
@@ -140,3 +144,19 @@ def test_states_come_back_as_they_were(device: str) -> None:
         pool.save(number, layer[1], 0)
     pool.load(layers, 0, 5)
     assert all(torch.equal(layer[5], layer[1]) for layer in layers)
+
+
+def test_few_bytes_wait_on_the_device() -> None:
+    """vLLM's memory profile does not count them: 256 MiB, however large a state is."""
+    pool, arrived = HostPool(1, [torch.empty(1, 1 << 30, dtype=torch.uint8)]), []  # memory that is never touched
+    mib = 1 << 20
+    assert pool._has_room(256 * mib)
+    assert not pool._has_room(256 * mib + 1)
+    for size in (100, 60):
+        pool.copies.append((SimpleNamespace(query=lambda size=size: size in arrived), size * mib))
+        pool.waiting += size * mib
+    assert pool._has_room(96 * mib)
+    assert not pool._has_room(97 * mib)
+    arrived.append(100)
+    assert pool._has_room(196 * mib)
+    assert not pool._has_room(197 * mib)

@@ -345,6 +345,42 @@ def test_few_rows_at_once(monkeypatch):
     requests.check()
 
 
+@pytest.mark.parametrize("text", ["tova:150", "tova:150,kv=k8v4"])
+def test_earlier_keys_are_gathered_a_few_rows_at_a_time(text, planned, monkeypatch):
+    """Requests of any length that go on, all of which fit: what one call gathers and pads stays within the limit."""
+    monkeypatch.setattr(reads, "_HELD_BYTES", limit := 2 * 200 * KV_HEADS * 2 * SIZE * 4)
+    sizes, held = [], batches._held
+
+    def measured(*arguments):
+        sizes.append(sum(tensor.nbytes for tensor in held(*arguments)))
+        return held(*arguments)
+
+    monkeypatch.setattr(batches, "_held", measured)
+    requests = Requests(text, Attention(SIZE**-0.5), 0)
+    for more in ([20, 30, 60, 0, 90, 10], [30, 2, 9, 60, 50, 5], [50, 60, 80, 2, 9, 40], [200] * 6):
+        requests.run(more)
+    requests.check()
+    assert max(sizes) <= limit / 2, "the other half is for rows that are padded"
+    assert len(sizes) > 3 * 2, "and so there is more than one call for rows of one length"
+
+
+@pytest.mark.parametrize("varlen", [True, False])
+def test_rows_stay_whole_where_few_keys_are_gathered(varlen, monkeypatch):
+    """By hand: 100 keys, as many again where rows are padded; a row with more is alone, rows that begin gather none."""
+    monkeypatch.setattr(reads, "_HELD_BYTES", 100 * 8 * (1 if varlen else 2))
+    sizes = Sizes(room=500, slots=501, heads=6, slot_bytes=8, varlen=varlen, gpu=True)
+    assert sizes.shared(2) == sizes, "layers whose keys take other memory need other plans"
+    assert Sizes(50, 51, 6, 8, varlen, True).shared(2).slot_bytes == 0
+    blocks = torch.arange(5)
+    rows = [Row(n, 10 * n, 10, seen) for n, seen in enumerate((20, 20, 20, 300, 30))]
+    fits = plan(blocks, rows, sizes).fits
+    assert [fit.ends.tolist() for fit in fits] == [[0, 1, 2], [3], [4]]
+    assert [len(fit.keys[0]) for fit in fits] == [90, 310, 40]
+    assert torch.cat([fit.block for fit in fits]).tolist() == [row.number for row in rows for _ in range(10)]
+    fits = plan(blocks, [row._replace(seen=0, size=10) for row in rows] * 5, sizes).fits
+    assert [fit.keys for fit in fits] == [None]
+
+
 def test_rows_are_cut_where_one_has_no_chunk_left():
     """300, 200 and 20 tokens beyond their slots: chunks of 128 with 3, 2 and 1 rows, none of them empty."""
     rows = [Row(0, 0, 300, 48), Row(1, 300, 200, 90), Row(2, 500, 20, 48)]

@@ -63,7 +63,7 @@ def test_what_is_supported_passes(changes):
     "changes, reason",
     [
         ({"speculative_config": object()}, "speculative decoding .*leave --speculative-config out"),
-        ({"kv_transfer_config": OTHER}, "KV connectors .*leave --kv-transfer-config out"),
+        ({"kv_transfer_config": OTHER}, "KV connectors .*leave --kv-transfer-config and --kv-offloading-size out"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism .*use tensor or pipeline"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"model_config__use_mla": True}, "latent attention"),

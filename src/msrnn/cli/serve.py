@@ -30,8 +30,9 @@ examples:
   msrnn serve ./model --policy tova:512 --prefix system=system.state    # made by msrnn state build
 """
 _LOOPBACK = "127.0.0.1"
+_LEARNED_SINKS = ("gpt_oss",)  # types of models with a logit per head for attention to nothing
 _PIECE = 512  # tokens that a batch takes of a long prompt on a GPU, if there are other requests
-_POOL = 4 << 30  # bytes of host memory for states of earlier prompts, if the machine has 8 times as much
+_POOL = 4 << 30  # bytes of host memory for states of earlier prompts, if there are 8 times as many
 
 
 def add(commands: Commands) -> None:
@@ -90,7 +91,7 @@ def _connector_options(arguments: Namespace, vllm_options: VllmOptions, plan: Pl
     if not files and not states:
         return []
     connector = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {FILES: files, STATES: states}}
-    scheduler = ["--scheduler-cls", SCHEDULER] if states and vllm_options.parsed.scheduler_cls is None else []
+    scheduler = ["--scheduler-cls", SCHEDULER] if vllm_options.parsed.scheduler_cls is None else []
     return ["--kv-transfer-config", json.dumps(connector), *scheduler]
 
 
@@ -109,10 +110,11 @@ def _pool_states(size: str | None, state_bytes: int) -> int:
 
 def _default_pool() -> int:
     """Bytes of the pool where none are given. On a GPU it has to be asked for: it costs prompts that share nothing."""
-    import psutil
     import torch
 
-    return 0 if torch.cuda.is_available() else min(_POOL, int(psutil.virtual_memory().total) // 8)
+    from ..system.memory import usable
+
+    return 0 if torch.cuda.is_available() else min(_POOL, usable() // 8)
 
 
 def _prefix_files(arguments: Namespace, vllm_options: VllmOptions, plan: Plan) -> dict[str, str]:
@@ -216,18 +218,21 @@ def _announce_cost(arguments: Namespace, vllm_options: VllmOptions) -> tuple[Pla
 
 
 def _plan(arguments: Namespace, vllm_options: VllmOptions, config: Any, dtype: Any, length: int) -> Plan:
-    """One policy per layer for texts of `length`, after a check that profile and budgets fit the model."""
+    """One policy per layer for texts of `length`, after a check that model and processes can have it."""
     from ..budgets.profile import plan_for
     from ..hf.best import resolve
-    from ..hf.geometry import check_soft_cap, geometry
-    from ..vllm.refusals import check_budgets
+    from ..hf.geometry import check_soft_cap, geometry, text_config
+    from ..vllm.refusals import check_policy, check_sinks
 
     layers, revision, processes = geometry(config), vllm_options.parsed.revision, vllm_options.processes
     policy = resolve(policy_text(arguments), config, dtype=dtype, length=length, revision=revision)
     plan = plan_for(policy, len(layers), length=length)
     check_soft_cap(config, plan)
+    sinks = text_config(config).model_type in _LEARNED_SINKS
     for layer, own in zip(layers, plan.policies, strict=True):
-        check_budgets(own, max(1, layer.kv_heads // processes), processes)
+        check_policy(own, layer.kv_heads, processes)
+        if sinks:
+            check_sinks(own, layer.window, processes)
     return plan
 
 

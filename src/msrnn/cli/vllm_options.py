@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from string import digits
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_SHORT = {
+    "-sc": "--speculative-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+}
+_PART = re.compile(r"^(--?[a-z][\w-]*)\..*$")  # of an option whose value is JSON
 
 
 class VllmOptions:
@@ -18,10 +26,12 @@ class VllmOptions:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for name in ("dtype", "kv-cache-memory-bytes", "max-model-len", "revision", "kv-cache-dtype"):
             parser.add_argument(f"--{name}")
-        for name in ("speculative-config", "kv-transfer-config", "speculative-model", "spec-method"):
+        for name in ("speculative-model", "spec-model", "spec-method", "spec-tokens", "attention-backend"):
             parser.add_argument(f"--{name}")
-        for name in ("decode-context-parallel-size", "prefill-context-parallel-size", "attention-backend"):
+        for name in ("kv-transfer-config", "kv-offloading-size"):
             parser.add_argument(f"--{name}")
+        for name in _SHORT.values():
+            parser.add_argument(name)
         parser.add_argument("--tensor-parallel-size", "-tp")
         parser.add_argument("--long-prefill-token-threshold")
         parser.add_argument("--scheduler-cls")
@@ -39,13 +49,19 @@ class VllmOptions:
     def refuse_unsupported(self) -> None:
         """Refuse options that a bounded state cannot support."""
         parsed = self.parsed
-        if parsed.speculative_config or parsed.speculative_model or parsed.spec_method:
+        speculative = parsed.speculative_model, parsed.spec_model, parsed.spec_method, parsed.spec_tokens
+        if parsed.speculative_config or any(speculative):
             raise ValueError(
                 "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out"
             )
         if parsed.kv_transfer_config:
             raise ValueError(
                 "KV connectors move blocks of tokens, and a state is one block; leave --kv-transfer-config out"
+            )
+        if parsed.kv_offloading_size is not None:
+            raise ValueError(
+                f"--kv-offloading-size {parsed.kv_offloading_size}: it moves blocks of tokens to the host, and a state "
+                "is one block; leave it out, or keep states of earlier prompts there with --prefix-pool SIZE"
             )
         for name in ("decode", "prefill"):
             if getattr(parsed, f"{name}_context_parallel_size") not in (None, "1"):
@@ -104,11 +120,11 @@ def _file_options(file: str | None) -> list[str]:
 
 
 def _with_dashes(option: str) -> str:
-    """vLLM accepts --max_model_len for --max-model-len."""
-    if not option.startswith("--"):
-        return option
+    """vLLM accepts --max_model_len for --max-model-len, and --speculative-config.method for a part of one."""
     name, equals, value = option.partition("=")
-    return name.replace("_", "-") + equals + value
+    name = _PART.sub(r"\1", name)
+    name = name.replace("_", "-") if name.startswith("--") else _SHORT.get(name, name)
+    return name + equals + value
 
 
 def vllm_bytes(text: str) -> int:

@@ -1,8 +1,9 @@
-"""How much memory this process uses, and the peak over a block of code: CUDA's own count, or psutil's."""
+"""How much memory this process uses and may use, and the peak over a block of code: CUDA's own count, or psutil's."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import TracebackType
 
 import psutil
@@ -54,3 +55,36 @@ def resident() -> int:
 def physical() -> int:
     """Bytes of this machine's memory."""
     return int(psutil.virtual_memory().total)
+
+
+def usable() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's limit if that is less."""
+    return min([physical(), *cgroup_limits()])
+
+
+def cgroup_limits(system: Path = Path("/")) -> list[int]:
+    """The limits of this process's control group (version 1 or 2) and of those that it is part of; Linux only."""
+    folder, limits = system / "sys/fs/cgroup", []
+    for line in _text(system / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            limits += _limits(folder, path, "memory.max")
+        elif "memory" in kinds.split(","):
+            limits += _limits(folder / "memory", path, "memory.limit_in_bytes")
+    return limits
+
+
+def _limits(folder: Path, path: str, file: str) -> list[int]:
+    """Inside a container the path may be the host's and lead nowhere: the container's own group is at `folder`."""
+    own = folder / path.strip("/")
+    groups = (group for group in (own, *own.parents) if group.is_relative_to(folder))
+    texts = (_text(group / file).strip() for group in groups)
+    return [int(text) for text in texts if text.isdigit()]  # "max": no limit
+
+
+def _text(file: Path) -> str:
+    """Nothing of a file that is not there or not ours to read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

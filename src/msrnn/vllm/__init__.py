@@ -5,8 +5,8 @@ one block of fixed size per layer for its whole life, which holds the layer's sl
 scheduler and a worker of ours, by vLLM's own options. No module of vLLM is changed; four of its inner parts are used
 beside the public ones: the model's `forward` is wrapped (`worker.py`), the scheduler's `_mamba_block_aligned_split`
 overridden (`scheduler.py`), the cache of chosen backends cleared, and the check of the layers' KV cache specs extended
-(`plugin.py`). Every process of vLLM imports this file, so it stays light: without a policy in the environment it does
-nothing.
+(`plugin.py`). Every process of vLLM imports this file, so it stays light: without `MSRNN_POLICY` in the environment it
+does nothing. An empty one is refused: it was meant to be a bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ POLICY = "MSRNN_POLICY"
 
 def register() -> None:
     """vLLM's entry point, called in the front end, the engine and every worker, perhaps more than once."""
-    if os.environ.get(POLICY):
-        from .plugin import install
+    policy = os.environ.get(POLICY)
+    if policy is None:
+        return
+    if not policy.strip():  # `MSRNN_POLICY=$UNSET vllm serve` would run unbounded
+        raise ValueError(f"{POLICY} is set but empty; write e.g. {POLICY}=tova:512, or unset it for vLLM without msrnn")
+    from .plugin import install
 
-        install()
+    install()

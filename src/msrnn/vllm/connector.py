@@ -59,10 +59,11 @@ class Copies(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class _Running:
-    """A request that vLLM has given a block."""
+    """A request that vLLM has given a block. `outdated`: it has read some of its text with other weights."""
 
     request: Any
     block: int
+    outdated: bool = False
 
 
 class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -114,8 +115,8 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.matches[request.request_id]
 
     def find(self, request: Any) -> Prefix | None:
-        """Files hold states of the plain model and of text: none for LoRA adapters and images."""
-        if not self.prefixes or request.lora_request is not None or request.mm_features:
+        """Files hold states of the plain model and of text: none for LoRA adapters, images and embeddings."""
+        if not self.prefixes or request.lora_request is not None or not is_text(request):
             return None
         name = ((request.sampling_params and request.sampling_params.extra_args) or {}).get("prefix_id")
         candidates: Iterable[Prefix] = self.prefixes.values()
@@ -133,7 +134,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def keys_of(self, request: Any) -> list[bytes]:
         """The keys of a request's prompt; none where its tokens do not say all (images, embeddings)."""
         tokens = request.prompt_token_ids
-        if not self.states or not tokens or request.mm_features or request.sampling_params is None:
+        if not self.states or not tokens or not is_text(request) or request.sampling_params is None:
             return []
         keys = self.keys.get(request.request_id, [])
         if len(keys) != len(tokens) // self.every:
@@ -168,8 +169,9 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         in_pieces = alone and self.least_in_pieces is not None and sum(sizes.values()) >= self.least_in_pieces
         saves: dict[int, tuple[int, int]] = {}  # by place: a later state may evict an earlier one of the same batch
         for name, size in sizes.items():
-            request, block = self.running[name].request, self.running[name].block
-            keys, end = self.keys_of(request), request.num_computed_tokens + size
+            running = self.running[name]
+            request, block = running.request, running.block
+            keys, end = [] if running.outdated else self.keys_of(request), request.num_computed_tokens + size
             start = end - size if in_pieces else end - 1
             for position in kept_between(start, end, request.num_prompt_tokens, self.every) if keys else ():
                 place = self.index.add(keys[: position // self.every])
@@ -185,8 +187,13 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """vLLM asks for it where states are of no use any more, as with new weights."""
+        """vLLM asks for it where states are of no use any more, as with new weights.
+
+        Requests that run on have read some of their text with the old ones, until they are given a block anew.
+        """
         self.index.clear()
+        for running in self.running.values():
+            running.outdated = True
         return True
 
     # Called in a worker.
@@ -279,6 +286,11 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.counters.count_file(name, len(self.prefixes[name].tokens))
         if self.pool is not None:
             self.counters.count_pool(len(copies.loads), copies.tokens, copies.states, copies.evictions)
+
+
+def is_text(request: Any) -> bool:
+    """Whether the tokens of a request's prompt say all of it: chats with embeddings have both."""
+    return not request.mm_features and getattr(request, "prompt_embeds", None) is None
 
 
 def isolation_of(request: Any) -> str:

@@ -1,7 +1,8 @@
 """A worker's share of the pool of states: host memory, and the copies from and to a request's blocks.
 
-On a GPU nothing waits: memory is pinned, and a block is first copied on the device, so that its request may go on while
-a stream of its own brings the copy to the host. Nothing here imports vLLM.
+On a GPU memory is pinned, and a block is first copied on the device, so that its request may go on while a stream of
+its own brings the copy to the host. Where too many bytes wait for that already, the block is copied from where it is,
+and the request waits. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STAGED = 4  # states that wait on the device at once; more would take memory that vLLM has not counted
+_STAGED = 256 << 20  # bytes of states that wait on the device at once: memory that vLLM has not counted
 
 
 class HostPool:
@@ -53,7 +54,7 @@ class HostPool:
         """Whether so many bytes more may wait on the device for their way to the host."""
         while self.copies and self.copies[0][0].query():  # type: ignore[no-untyped-call]
             self.waiting -= self.copies.popleft()[1]
-        return self.waiting + size <= _STAGED * self.state_bytes
+        return self.waiting + size <= _STAGED
 
     def load(self, layers: Sequence[Tensor], place: int, block: int) -> None:
         """Copy a place's state into a block, before all that the device is told from now on."""

@@ -50,9 +50,10 @@ class Meter:
         def gauge(name: str, about: str) -> Any:
             return Gauge(name, about, multiprocess_mode="livemostrecent")
 
-        self.request_bytes = request_bytes
+        self.request_bytes, self.slots = request_bytes, 0
         self.pending: deque[_Count] = deque()
         self.evictions_by_block: dict[int, int] = {}
+        self.next: dict[int, int] = {}  # tokens that the last request of a block has read after its last batch
         self.running: dict[int, tuple[int, int]] = {}
         self.tokens = Counter("msrnn_tokens_seen", "Tokens read by all requests.")
         self.evictions = Counter("msrnn_evictions", "Tokens evicted from requests' states (in the first layer).")
@@ -74,24 +75,36 @@ class Meter:
         A GPU counts on its own time: what it has counted by now is published, and nothing waits.
         """
         held = (positions[index] >= 0).sum(-1).amax(-1)
+        self.slots = positions.shape[2]
         self.pending.append(_Count(torch.stack([index, held]), seen, tokens))
         while self.pending and self.pending[0].done:
             self.publish(self.pending.popleft())
 
     def publish(self, count: _Count) -> None:
-        rows = count.rows()
+        rows = [self.observe(*row) for row in count.rows()]
         if not rows:
             return
         self.observe_ends({block: (seen, held) for block, seen, held, _ in rows})
         for block, (before, held) in self.running.items():
             evictions = before - held
-            self.evictions.inc(evictions - min(self.evictions_by_block.get(block, 0), evictions))
+            self.evictions.inc(max(0, evictions - self.evictions_by_block[block]))
             self.evictions_by_block[block] = evictions
         self.tokens.inc(sum(tokens for *_, tokens in rows))
         self.most_seen.set(max(seen for _, seen, _, _ in rows))
         self.most_held.set(max(held for _, _, held, _ in rows))
         self.all_held.set(sum(held for _, _, held, _ in rows))
         self.bytes.set(len(rows) * self.request_bytes)
+
+    def observe(self, block: int, seen: int, held: int, tokens: int) -> tuple[int, int, int, int]:
+        """The same; of a request that begins, what the state that it starts from holds.
+
+        That is copied into its block after the count, and what it has evicted was counted with another request.
+        """
+        if seen != self.next.get(block):
+            held = min(seen, self.slots - 1)
+            self.evictions_by_block[block] = seen - held
+        self.next[block] = seen + tokens
+        return block, seen, held, tokens
 
     def observe_ends(self, running: dict[int, tuple[int, int]]) -> None:
         """running: tokens read and held of each request of this batch, by block.

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core.recurrence import CHUNK
 
 _BYTES = 2 << 30  # logits of a chunk and copies of slots, all rows together, that a read may take about
+_HELD_BYTES = 256 << 20  # earlier keys and values that one call of attention may gather: less than a large read takes
 _GRAPH_BYTES = 512 << 20  # the same in a CUDA graph: every number of rows holds memory of its own
 TAILS = (64, 256)  # lengths of a chunk on a GPU: every length is compiled on its own
 GRAPHS = tuple(TAILS[-1] << power for power in range(6))  # tokens of a row that a CUDA graph reads
@@ -50,8 +51,12 @@ class Sizes(NamedTuple):
     def shared(self, rows: int) -> Sizes:
         """What the plan of a batch with so many rows depends on: on slots only where memory limits the rows at once."""
         most, chunk = (min(rows, ROWS[-1]), TAILS[-1]) if self.gpu else (rows, CHUNK)
-        limited = self.rows_at_once(chunk) < most
+        limited = self.rows_at_once(chunk) < most or self.keys_at_once() < rows * self.room
         return self if limited else self._replace(slots=0, heads=0, slot_bytes=0)
+
+    def keys_at_once(self) -> int:
+        """How many keys an attention call for rows that fit may gather; those of padded rows are copied once more."""
+        return _HELD_BYTES // (max(1, self.slot_bytes) * (1 if self.varlen else 2))
 
     def graph_rows(self) -> int:
         """How many rows a CUDA graph may read: a chunk of larger ones keeps the GPU busy without."""
@@ -137,7 +142,8 @@ def plan(blocks: Tensor, rows: list[Row], sizes: Sizes) -> Reads:
     chunk = TAILS[-1] if sizes.gpu else CHUNK
     fitting, rest = _split(rows, sizes.room)
     copy = _Copy(blocks.device)
-    fits = [_fit(group, copy, sizes.varlen) for group in _alike(fitting, sizes.varlen)]
+    groups = [part for group in _alike(fitting, sizes.varlen) for part in _within(group, sizes)]
+    fits = [_fit(group, copy, sizes.varlen) for group in groups]
     segments = [_segment(part, copy, sizes) for part in _segments(rest, chunk, sizes)]
     tensors = copy.send()
     return Reads(
@@ -170,6 +176,22 @@ def _alike(rows: list[Row], varlen: bool) -> list[list[Row]]:
             groups.append([])
         groups[-1].append(row)
     return groups
+
+
+def _within(rows: list[Row], sizes: Sizes) -> list[list[Row]]:
+    """Rows for one attention call in parts that gather at most so many keys, or those of one row."""
+    if not any(row.seen for row in rows):
+        return [rows]
+    parts: list[list[Row]] = [[]]
+    most, total, longest = sizes.keys_at_once(), 0, 0
+    for row in rows:
+        keys = row.seen + row.size
+        total, longest = total + keys, max(longest, keys)
+        if parts[-1] and (total if sizes.varlen else (len(parts[-1]) + 1) * longest) > most:
+            parts.append([])
+            total = longest = keys
+        parts[-1].append(row)
+    return parts
 
 
 def _segments(rows: list[Row], chunk: int, sizes: Sizes) -> list[list[Row]]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.slots import NO_SOFTCAP
+from ..core.slots import NO_SOFTCAP, decides_by_age
 from ..plan import HeadPolicies, LayerPolicy, parts
 from ..policy import Policy
 from . import settings
 from .plugin import Refused
+
+_COPIES = (
+    "there are more processes than KV heads, and those that share a KV head would evict different tokens; lower "
+    "--tensor-parallel-size, or use a policy whose layers decide as one (tova, h2o-layer)"
+)
+_RESEARCH = "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova"
 
 
 def check(config: Any) -> None:
@@ -27,7 +33,10 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             config.speculative_config is not None,
             "speculative decoding takes tokens back, and a state cannot; leave --speculative-config out",
         ),
-        (_foreign(config.kv_transfer_config), "KV connectors move blocks of tokens; leave --kv-transfer-config out"),
+        (
+            _foreign(config.kv_transfer_config),
+            "KV connectors move blocks of tokens; leave --kv-transfer-config and --kv-offloading-size out",
+        ),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -48,14 +57,10 @@ def _reasons(config: Any) -> list[tuple[bool, str]]:
             "policy with kv=int8",
         ),
         (
-            _copies_of_heads(config),
-            "there are more processes than KV heads, and those that share a KV head would evict different tokens; "
-            "lower --tensor-parallel-size, or use a policy whose layers decide as one (tova, h2o-layer)",
+            any(_decided_by_copies(policy, _kv_heads(config), parallel.tensor_parallel_size) for policy in policies),
+            _COPIES,
         ),
-        (
-            any(part.rule is not None for part in _every_part()),
-            "research policies have no kernel yet; use msrnn generate or msrnn eval, or a policy such as tova",
-        ),
+        (any(_is_research(policy) for policy in policies), _RESEARCH),
         (
             len(policies) not in (1, layers),
             f"the policy names {len(policies)} layers and the model has {layers}; give one policy, or one per layer",
@@ -68,12 +73,18 @@ def name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _copies_of_heads(config: Any) -> bool:
+def _kv_heads(config: Any) -> int:
+    """Of a layer, in all processes together; with one process nobody asks."""
+    return 1 if config.parallel_config.tensor_parallel_size == 1 else config.model_config.get_total_num_kv_heads()
+
+
+def _decided_by_copies(policy: LayerPolicy, kv_heads: int, processes: int) -> bool:
     """Whether processes hold copies of a KV head and each decides by its own query heads."""
-    processes = config.parallel_config.tensor_parallel_size
-    if processes == 1 or processes <= config.model_config.get_total_num_kv_heads():
-        return False
-    return any(part.scope == "kv_head" and not part.blind for part in _every_part())
+    return processes > kv_heads and any(part.scope == "kv_head" and not part.blind for part in parts(policy))
+
+
+def _is_research(policy: LayerPolicy) -> bool:
+    return any(part.rule is not None for part in parts(policy))
 
 
 def _every_part() -> list[Policy]:
@@ -84,6 +95,29 @@ def _every_part() -> list[Policy]:
 def _foreign(transfer: Any) -> bool:
     """Whether a KV connector is configured that is not our own (`msrnn serve --prefix`)."""
     return transfer is not None and transfer.kv_connector_module_path != "msrnn.vllm.connector"
+
+
+def check_policy(policy: LayerPolicy, kv_heads: int, processes: int) -> None:
+    """Refuse a layer's policy before vLLM starts; kv_heads: of the layer, which the processes share."""
+    if _is_research(policy):
+        raise Refused(_RESEARCH)
+    check_budgets(policy, max(1, kv_heads // processes), processes)
+    if _decided_by_copies(policy, kv_heads, processes):
+        raise Refused(_COPIES)
+
+
+def decides_together(policy: LayerPolicy, window: int | None) -> bool:
+    """Whether a layer's heads decide as one, so that processes which split them must agree."""
+    return isinstance(policy, Policy) and policy.scope == "layer" and not decides_by_age(policy, window)
+
+
+def check_sinks(policy: LayerPolicy, window: int | None, processes: int) -> None:
+    """Refuse learned sinks where processes must agree: each has those of its own heads only."""
+    if processes > 1 and decides_together(policy, window):
+        raise Refused(
+            f"the model has learned sinks, and --tensor-parallel-size {processes} splits heads that decide together; "
+            "use one process, or a policy whose KV heads decide alone (tova-head, h2o)"
+        )
 
 
 def check_budgets(policy: LayerPolicy, kv_heads: int, processes: int) -> None:

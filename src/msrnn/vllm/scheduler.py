@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with pieces of prompts that end where states are kept for later requests.
+"""vLLM's scheduler, with blocks that are free at once and pieces of prompts that end where states are kept.
 
 A state is kept between two batches, and vLLM ends a piece where its token budget does. It has a place for pieces that
 must end elsewhere, for recurrent models; a bounded state is one. Only a prompt that is read alone may go on: the worker
@@ -23,7 +23,7 @@ class _Pieces:
         super().__init__(vllm_config, **options)  # type: ignore[call-arg]
         transfer = vllm_config.kv_transfer_config
         self.every = INTERVAL if transfer is None else transfer.kv_connector_extra_config.get(EVERY, INTERVAL)
-        self.need_mamba_block_aligned_split = True
+        self.need_mamba_block_aligned_split = getattr(self.connector, "states", 0) > 0  # type: ignore[attr-defined]
         self.least_in_pieces = None if transfer is None else least_in_pieces(vllm_config)
         # Our copies run on the model's stream, after the writes of batches before: blocks are free at once.
         self.defer_block_free = False

@@ -16,11 +16,9 @@ from vllm.distributed import (
 )
 
 from ..core.attention import Attention
-from ..core.slots import decides_by_age
 from ..plan import HeadPolicies, LayerPolicy
 from ..policy import Policy
-from .plugin import Refused
-from .refusals import check_budgets
+from .refusals import check_budgets, check_sinks, decides_together
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,9 @@ def attention_of(
     window: int | None = None,
 ) -> Attention:
     """The attention of a layer of which this process holds `heads` query heads."""
-    decide_together = isinstance(policy, Policy) and policy.scope == "layer" and not decides_by_age(policy, window)
-    if not decide_together or get_tensor_model_parallel_world_size() == 1:
+    processes: int = get_tensor_model_parallel_world_size()
+    if processes == 1 or not decides_together(policy, window):
         return Attention(scale, softcap, window, sinks)
     if sinks is not None:
-        raise Refused(
-            "the model has learned sinks, and its heads are split over processes; use one process, or tova-head"
-        )
+        check_sinks(policy, window, processes)
     return Sharded(scale, softcap, window, sinks, get_tensor_model_parallel_rank(), heads)
