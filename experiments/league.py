@@ -45,6 +45,7 @@ from msrnn.eval.experiment import Experiment
 from msrnn.eval.record import write_records
 from msrnn.eval.run import run
 from msrnn.eval.tasks import needle, turns
+from msrnn.hf.load import bundled, config
 from msrnn.kernels.torch.rule_graph import scan as graph_scan
 from msrnn.kernels.torch.scan import scan as eager_scan
 from msrnn.policy import parse_policy, split_policy
@@ -210,12 +211,13 @@ def check_graphs() -> None:
 
 
 def print_tables(arguments: argparse.Namespace) -> None:
-    """A table for every model that has records of the capacity."""
-    everything = read_results([arguments.out])
+    """A table for every model that has records of the capacity, with bytes for the one that ships."""
+    everything, shipped = read_results([arguments.out]), bundled()
     for model, capacity in product(models(everything), arguments.capacity):
         records = [one for one in everything if one.model == model]
         if any(one.capacity == capacity for one in records):
-            print(f"\n{model}, {capacity:,} slots\n\n{league_table(records, capacity)}")
+            shape = config(str(shipped)) if model == shipped.name else None
+            print(f"\n{model}, {capacity:,} slots\n\n{league_table(records, capacity, shape)}")
 
 
 def parse() -> argparse.Namespace:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
+import torch
 
-from msrnn.analysis.league import RECALL, Player, mean_recall, paired, players
+from msrnn.analysis.league import RECALL, Player, mean_recall, paired, players, size_of
 from msrnn.analysis.records import read_results
 from msrnn.eval.record import Record
 from msrnn.eval.statistics import Interval
+from msrnn.hf.load import bundled, config
 from tests.docs import pages
 from tests.docs.records import close, find, numbers, same
 
@@ -34,11 +37,32 @@ def test_gaps_and_ratios(capacity: int) -> None:
     assert [row[0].strip("`") for row in rows] == list(measured)
     for label, *cells in rows:
         player = measured[label.strip("`")]
-        for cell, interval in zip(cells, (player.gap, player.ratio), strict=True):
+        for cell, interval in zip(cells[:2], (player.gap, player.ratio), strict=True):
             printed = numbers(cell)
             assert close(printed[0], interval.value), (label, cell)
             for edge, value in zip(printed[1:], interval[1:], strict=False):
                 assert close(edge, value), (label, cell)
+
+
+def test_sizes_in_bytes() -> None:
+    """Of the model that was measured, in its dtype; the two rules with numbers of their own are far from the others."""
+    header, *rows = next(table for table in pages.tables("docs/league.md", "Results") if len(table[0]) == 5)
+    shape, slots = config(str(bundled())), {}
+    assert header[3:] == ["bytes relative to TOVA's", "slots in TOVA's bytes"]
+    for label, *_, relative, count in rows:
+        size = size_of(label.strip("`"), shape, torch.bfloat16)
+        assert close(relative, size.relative), label
+        assert int(count) == size.slots, label
+        slots[label.strip("`").split(":")[0]] = size.slots
+    far = {name for name, count in slots.items() if count == 166}
+    assert far == {"window_attention-head", "redundancy-head+4"}
+    assert (min(set(slots.values()) - {166}), sorted(set(slots.values()))[-2:]) == (243, [254, 256])
+    one, two, tova = (
+        league(SMOLLM, size)[f"{kind}:{size}{rest}"].gap.value
+        for kind, size, rest in (*(("window_attention-head", n, ",last=1/2") for n in (64, 256)), ("tova", 256, ""))
+    )
+    estimate = two * (256 / 166) ** (math.log(one / two) / math.log(4)) / tova
+    assert f"would have about {estimate:.1f} of TOVA's gap" in " ".join(pages.text("docs/league.md").split())
 
 
 def test_recall() -> None:

@@ -30,6 +30,11 @@ def test_links_lead_somewhere(name: str) -> None:
             assert anchor in pages.anchors(page), f"{name} links to {link}"
 
 
+@pytest.mark.parametrize("name", pages.NAMES)
+def test_no_link_leads_to_where_it_stands(name: str) -> None:
+    assert not pages.links_to_their_own_section(name)
+
+
 def test_anchors_are_those_of_github() -> None:
     assert {"results", "what-is-lost-and-what-is-gained"} <= pages.anchors("README.md") | pages.anchors(
         "docs/results.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import pages
-from tests.docs.records import close, load, passkey, perplexity, recall, same
+from tests.docs.records import close, load, numbers, passkey, perplexity, recall, same, served
 from tests.hf.test_models import FAMILIES, HYBRIDS, REFUSED
 
 README = pages.text("README.md")
@@ -90,9 +90,23 @@ def test_speed() -> None:
             assert close(printed[0], 1 / llama3["flat prefill 4096 x 1: tova:512"]["times_full"])
 
 
+def test_vllm() -> None:
+    """The rows are those of docs/serving.md, slower ones too, which name no other commit there."""
+    header, *rows = pages.tables("README.md", LOST)[2]
+    loads, there = served("vllm_gpu"), {row[0]: row[1:4] for row in pages.tables("docs/serving.md", "On a GPU")[0]}
+    assert header[1:] == ["stock", "`tova:512`", "ratio"]
+    assert len(rows) == 5
+    assert any(loads[label].ours > loads[label].stock for label, *_ in rows if label.startswith("first tokens"))
+    for label, *cells in rows:
+        one = loads[label]
+        assert cells == there[label]
+        for cell, value in zip(cells, (one.stock, one.ours, one.ours / one.stock), strict=True):
+            assert close(numbers(cell)[0], value), label
+
+
 def test_speed_of_8_bits() -> None:
     pattern = r"largest batch\s+is (\d+) and ([\d.]+) times as fast as full attention's, ([\d.]+) with 16"
-    found = re.search(pattern, README)
+    found = re.search(pattern, " ".join(README.split()))
     assert found is not None
     formats = {one["policy"]: one for one in load("part/formats_h200") if one["kind"] == "largest"}
     int8, plain = formats["tova:512,kv=int8"], formats["tova:512"]

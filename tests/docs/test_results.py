@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import product
 
+import numpy as np
 import pytest
 
 from msrnn.analysis import paper
+from msrnn.eval.statistics import Interval, bootstrap
 from tests.docs import pages
 from tests.docs.records import Record, close, find, load, numbers, passkey, perplexity, policy, recall, same
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 LENGTHS = (2048, 8192, 32768)  # of a peer's prompt
+COUNTED = ("f1", "count")
 
 
 def tables(heading: str) -> list[list[list[str]]]:
@@ -102,6 +106,59 @@ def test_questions_about_documents(name: str, metric: str, title: str, policies:
     mine = rows[start : start + policies]
     assert compare(mine, columns(header), lambda label, size: find(name, metric, policy(label, size))) >= 22
     assert len(rows) == 15
+
+
+def test_differences_to_tova_on_qasper() -> None:
+    """Paired over documents: how many exclude 0, and what is printed of those that do."""
+    records = {one["policy"]: one for one in load("qasper") if one["metric"] == "f1"}
+    labels = (
+        "`window+4`",
+        "`h2o`",
+        "`fade`",
+        "`tova` + profile",
+        "`fade` + profile",
+        "QASPER, short context",
+        "`best`",
+    )
+    found: dict[str, list[Interval]] = {label: [] for label in labels}
+    for label, size in product(labels, SIZES):
+        if policy(label, size) in records:
+            ours, tova = (records[policy(name, size)] for name in (label, "tova"))
+            sums = [
+                np.array([one["parts"][g][key] for g in sorted(tova["parts"])])
+                for one in (ours, tova)
+                for key in COUNTED
+            ]
+            found[label].append(bootstrap(sums, lambda s: s[0] / s[1] - s[2] / s[3], tova["seed"]))
+    apart = {label: [one for one in all_of if one.low > 0 or one.high < 0] for label, all_of in found.items()}
+    assert sum(len(found[label]) for label in labels[:5]) == 18
+    assert {label for label in labels[:5] if apart[label]} == {"`fade` + profile"}
+    text = " ".join(pages.text("docs/results.md").split("## Questions about documents")[1].split())
+    printed = (
+        ("`fade` + profile", "`fade` with the profile at 256 slots, ", ". "),
+        ("QASPER, short context", "Of the four of short context three do, all below `tova`: ", " at 256,"),
+        ("`best`", "It is ", " points above `tova:256`"),
+    )
+    assert len(found["QASPER, short context"]) == 4
+    for label, start, end in printed:
+        cells = re.findall(r"[-+]?\d[\d.]* \[.*?\]", text.split(start)[1].split(end)[0])
+        for cell, interval in zip(cells, apart[label], strict=True):
+            assert all(close(number, value) for number, value in zip(numbers(cell), interval, strict=True)), cell
+
+
+def test_where_a_plain_policy_keeps_half_of_rulers_answers() -> None:
+    """One does, on both models; every other loses most of full attention's."""
+    most = {}
+    for name in ("ruler", "tinyllama"):
+        found = [one for one in load(name) if one["metric"] == "match" and one["cell"].get("kind") == "all"]
+        values = {(one["policy"], one["cell"]["length"]): one["value"] for one in found}
+        for (kind, length), value in values.items():
+            if re.fullmatch(r"(window\+4|h2o|tova|fade):\d+", kind):
+                most[name, kind, length] = value / values["full", length]
+    half = {key: share for key, share in most.items() if share > 0.5}
+    assert set(half) == {("ruler", "window+4:512", 1024), ("tinyllama", "window+4:512", 1024)}
+    shares = " and ".join(f"{100 * share:.0f}" for share in half.values())
+    assert f"where it keeps half ({shares} %)" in " ".join(pages.text("docs/results.md").split())
 
 
 def test_recall_of_a_number() -> None:

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..eval.record import Record
 from ..eval.statistics import Interval, bootstrap
-from ..policy import split_policy
+from ..policy import parse_policy, split_policy
 from .policy_names import family
 from .records import select
 from .style import add_title, hide_spines, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from transformers import PreTrainedConfig
 
 HALVES = ("league-choosing", "league-reporting")
 _TURNS = ("league-turns", "turns")  # the same conversations; built-in policies have them with the other tasks
@@ -160,15 +162,40 @@ def _recalls(axes: Axes, rows: Sequence[Player]) -> None:
         axes.legend(fontsize=8, loc="upper right", frameon=False)
 
 
-def league_table(records: Sequence[Record], capacity: int) -> str:
-    """The rows as Markdown."""
-    lines = [
-        f"| policy | gap to full | relative to tova's gap | {' | '.join(RECALL)} |",
-        "|---|---|---|" + "---|" * len(RECALL),
-    ]
+@dataclass(frozen=True)
+class Size:
+    """The bytes of a policy's state relative to those of TOVA with as many slots, and its slots in TOVA's bytes."""
+
+    relative: float
+    slots: int
+
+
+def size_of(policy: str, config: PreTrainedConfig, dtype: torch.dtype) -> Size:
+    """All that the state stores counts: keys, values, positions, scores, what a rule remembers of every token."""
+    from ..hf.byte_budget import ByteBudget
+    from ..hf.cost import cost
+    from ..hf.geometry import geometry
+    from ..plan import Plan
+
+    layers, text = geometry(config), split_policy(policy)
+    tova, ours = (
+        cost(layers, Plan.of(parse_policy(name), len(layers)), dtype, 1).state for name in (f"tova:{text.size}", policy)
+    )
+    return Size(ours / tova, ByteBudget(policy, tova, layers, dtype).slots(text))
+
+
+def league_table(records: Sequence[Record], capacity: int, config: PreTrainedConfig | None = None) -> str:
+    """The rows as Markdown; with the model's configuration, sizes of the states too."""
+    sizes = () if config is None else ("bytes relative to tova's", "slots in tova's bytes")
+    names = ("policy", "gap to full", "relative to tova's gap", *sizes, *RECALL)
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in players(records, capacity):
-        recall = [_cell(row.recall.get(name)) for name in RECALL]
-        lines.append(f"| `{row.policy}` | {_cell(row.gap)} | {_cell(row.ratio)} | {' | '.join(recall)} |")
+        cells = [f"`{row.policy}`", _cell(row.gap), _cell(row.ratio)]
+        if config is not None:
+            size = size_of(row.policy, config, getattr(torch, records[0].dtype))
+            cells += [f"{size.relative:.2f}", str(size.slots)]
+        cells += [_cell(row.recall.get(name)) for name in RECALL]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
