@@ -12,7 +12,7 @@ import torch
 import msrnn
 from msrnn.budgets import by_head
 from msrnn.budgets.allocate import non_increasing
-from msrnn.budgets.by_head import calibrate_by_head, check_heads, estimate_count, head_curves
+from msrnn.budgets.by_head import calibrate_by_head, check_heads, continued, estimate_count, head_curves
 from msrnn.budgets.calibrate import Meter, Settings, chunks_of
 from msrnn.budgets.estimate import combine, head_losses
 from msrnn.budgets.profile import dump, plan_for, read_profile
@@ -49,13 +49,25 @@ def test_curves_are_the_mean_over_chunks_continued_as_they_fall(meter: Meter) ->
             assert curve[64] == pytest.approx(curve[32] ** 2 / curve[16], rel=1e-2)
 
 
+def test_the_end_of_a_curve() -> None:
+    """For perplexity it falls on as before; for recall a whole chunk loses nothing, though half of it may not help."""
+    flat, falling = {4: 2.0, 8: 2.0, 16: 2.0}, {4: 2.0, 8: 1.0, 16: 0.5}
+    assert continued(falling, None) == {4: 2.0, 8: 1.0, 16: 0.5, 32: 0.25}
+    assert continued(falling, None, 64) == {4: 2.0, 8: 1.0, 16: 0.5, 64: 0.0}
+    assert continued(falling, None, 16) == {4: 2.0, 8: 1.0, 16: 0.0}
+    assert continued(falling, 16, 64) == {4: 2.0, 8: 1.0, 16: 0.0}, "a sliding window ends it"
+    assert continued(flat, None, 64)[64] == 0, "so a head that retrieves may be given the whole chunk"
+
+
 @pytest.mark.parametrize("goal", ["recall", "both"])
 def test_a_goal_counts_its_own_tokens(meter: Meter, tmp_path: Path, goal: Any) -> None:
     counted = torch.zeros(2, 63, dtype=torch.bool)
     counted[:, 50:54] = True
     other = Meter(meter.model, meter.chunks, QUICK, tmp_path / "other.jsonl", goal, counted)
     assert calibrate_by_head(other, [12], {}, "")["for"] == goal
-    assert head_curves(other)[0][0] != head_curves(meter)[0][0]
+    curve = head_curves(other)[0][0]
+    assert curve != head_curves(meter)[0][0]
+    assert (max(curve), curve[64]) == (64, 0.0)
 
 
 def test_a_profile_by_head_is_used_as_it_says(meter: Meter, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Facts in the first half of a chunk, questions at its end, and a profile that spends slots on the answers."""
+"""Facts all over a chunk, questions at its end, and a profile that spends slots on the answers."""
 
 from __future__ import annotations
 
@@ -35,23 +35,25 @@ def chunks() -> Tensor:
     return torch.full((2, 1200), ord("."))
 
 
-def test_facts_stand_in_the_first_half_and_answers_at_the_end(chunks: Tensor) -> None:
+def test_facts_stand_all_over_a_chunk_and_answers_at_the_end(chunks: Tensor) -> None:
     ids, counted = hide_facts(Characters(), chunks)
     assert ids.shape == chunks.shape
     assert counted.shape == (2, 1199)
+    places_of_facts: list[float] = []
     for row, places in zip(ids, counted, strict=True):
         text = Characters().decode(row)
         answers = "".join(Characters().decode(row[1:][places])).split()
         hidden = [fact for fact in FACTS if fact.question in text]
         assert len(hidden) == len(answers) == 4
         assert text.endswith(answers[-1])
-        for answer in answers:
-            assert text.index(f" {answer}") < len(row) // 2
         for fact in hidden:
             statement = next(
                 fact.statement.format(answer) for answer in answers if fact.statement.format(answer) in text
             )
             assert text.index(statement) < text.index(fact.question)
+        places_of_facts += [text.index(f" {answer}") / len(row) for answer in answers]
+    assert min(places_of_facts) < 1 / 3
+    assert 1 / 2 < max(places_of_facts) < 7 / 8, "so that every size loses some of them"
     assert not torch.equal(ids[0], ids[1]), "each chunk has facts of its own"
     assert torch.equal(ids, hide_facts(Characters(), chunks)[0])
 

@@ -22,7 +22,7 @@ def test_all_notebooks_are_tested():
 @pytest.mark.parametrize("name", WORDS)
 def test_a_notebook_runs(name, tmp_path):
     notebook = nbformat.read(FOLDER / name, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = "".join(output.get("text", "") + "".join(map(str, output.get("data", {}).values())) for output in outputs)
     for word in WORDS[name]:

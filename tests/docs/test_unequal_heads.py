@@ -65,3 +65,18 @@ def test_all_checks_agree() -> None:
     checks = [one for one in records() if "good" in one]
     assert len(checks) == 21
     assert all(one["good"] and not one.get("off") and not one.get("differ") for one in checks)
+
+
+def test_on_a_cpu() -> None:
+    found = {(one["what"], "profile" in one["run"]): one for one in load("part/heads_cpu")}
+    read, equal, step = (
+        found[key] for key in (("heads prefill", True), ("heads decode", False), ("heads decode", True))
+    )
+    text = " ".join(pages.text("docs/budgets.md").split())
+    printed = text.split("reading takes ")[1].split("medians")[0]
+    cells = (("1.01", read["ratio"]), ("1.01", step["ratio"]))
+    times = (("42.6", 1000 * step["median_s"]), ("42.3", 1000 * equal["median_s"]))
+    for number, value in (*cells, *times):
+        assert number in printed
+        assert close(number, value), number
+    assert (len(read["runs_s"]), len(step["runs_s"])) == (5, 58)

@@ -1,7 +1,8 @@
 """Facts hidden in a text and asked for at its end: what `msrnn calibrate --for recall` counts the loss of.
 
-Facts stand in the first half of each chunk, so that a state must carry them over the second. The questions and answers
-are the chunk's last tokens, and only the tokens of the answers count.
+Facts stand anywhere in a chunk but at its end, so that every size loses some of them: if all were farther back than any
+size reaches, the largest would be worth no more than the smallest. The questions and answers are the chunk's last
+tokens, and only the tokens of the answers count.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _hide(tokenizer: Any, row: Sequence[int], rng: random.Random) -> tuple[list[
     room = len(row) - len(tail) - sum(map(len, statements))
     if room < len(tail):
         raise ValueError(f"chunks of {len(row)} tokens have no room for facts; use --length {8 * len(tail)} or more")
-    text, places = list(row[:room]), sorted(rng.sample(range(room // 16, room // 2), _PER_CHUNK), reverse=True)
+    text, places = list(row[:room]), sorted(rng.sample(range(room // 16, room - room // 8), _PER_CHUNK), reverse=True)
     for place, statement in zip(places, statements, strict=True):
         text[place:place] = statement
     return text + tail, [0] * len(text) + counted
