@@ -167,6 +167,24 @@ def test_every_reader_of_a_policy_has_the_same_slots(
     assert settings.policies() == (plan.policies if profile in text else plan.policies[:1])
 
 
+def test_a_second_model_in_the_same_process_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [
+        SimpleNamespace(
+            dtype=torch.bfloat16, max_model_len=256, revision=None, hf_config=tiny_llama(num_hidden_layers=count).config
+        )
+        for count in (3, 2)
+    ]
+    monkeypatch.delenv("MSRNN_POLICY_FOUND", raising=False)
+    found = []
+    for text, model in (("tova:20KiB", 0), ("tova:20KiB", 1), ("tova:40KiB", 1), ("tova:20KiB", 1), ("tova:20KiB", 0)):
+        monkeypatch.setenv("MSRNN_POLICY", text)
+        settings.resolve(models[model])
+        found.append(settings.policies()[0].capacity)
+    assert found[0] == found[4] < found[1] == found[3] < found[2]
+    monkeypatch.setenv("MSRNN_POLICY", "tova:64")
+    assert settings.policies()[0].capacity == 64
+
+
 @pytest.mark.parametrize(
     "text, says",
     [

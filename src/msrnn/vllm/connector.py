@@ -9,7 +9,7 @@ starts from a state that does not match it. vLLM counts positions on from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -93,6 +93,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.least_in_pieces = least_in_pieces(vllm_config)
         # In a worker:
         self.pool: HostPool | None = None
+        self.files: HostPool | None = None  # the prefixes, in their order
         self.saved: set[str] = set()  # layers whose part of this batch's saves is copied
         self.stopped = False  # whether this batch is read in pieces that end at its stops
         self.counters: metrics.PrefixMeter | None = None
@@ -202,6 +203,15 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the pool's memory before the first request comes; once, as the scheduler counts on what is in it."""
         if self.states and self.pool is None:
             self.pool = HostPool(self.states, list(self.blocks().values()))
+        if self.prefixes and self.files is None:
+            self.files = HostPool(len(self.prefixes), list(self.blocks().values()))
+            for place, prefix in enumerate(self.prefixes.values()):
+                self.lay_out(self.files, place, prefix)
+
+    def lay_out(self, pool: HostPool, place: int, prefix: Prefix) -> None:
+        """Put a file's state into a pool as it lies in a request's block, so that every layer is one copy."""
+        for memory, (name, layer) in zip(pool.memory, bounded_layers(self.layers).items(), strict=True):
+            copy_prefix(layer.impl.layout(layer).carve(memory), place, prefix, extract_layer_index(name))
 
     def blocks(self) -> dict[str, Tensor]:
         """Every layer's blocks as bytes, [blocks, bytes]; anew every time, as vLLM may move them."""
@@ -216,17 +226,16 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Before the batch runs: copy states into the blocks of requests that start from one."""
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
-        for name, block in copies.files:
-            self.load(self.prefixes[name], block)
-        if copies.loads:
-            assert self.pool is not None
-            layers = list(self.blocks().values())
-            for place, block in copies.loads:
-                self.pool.load(layers, place, block)
+        places = list(self.prefixes)
+        self.load(self.files, [(places.index(name), block) for name, block in copies.files])
+        self.load(self.pool, copies.loads)
 
-    def load(self, prefix: Prefix, block: int) -> None:
-        for name, layer in bounded_layers(self.layers).items():
-            copy_prefix(layer.impl.blocks(layer), block, prefix, extract_layer_index(name))
+    def load(self, pool: HostPool | None, loads: Sequence[tuple[int, int]]) -> None:
+        if loads:
+            assert pool is not None
+            layers = list(self.blocks().values())
+            for place, block in loads:
+                pool.load(layers, place, block)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loaded before the batch began."""
@@ -307,7 +316,7 @@ def bytes_of(layer: Any) -> Tensor:
 
 
 def copy_prefix(blocks: LayerSlots, block: int, prefix: Prefix, layer: int) -> None:
-    """Copy a layer's slots, or those of this process's share of its heads, into a block."""
+    """Copy a layer's slots in a file, or those of this process's share of its heads, into a block."""
     slots, numbers = parts_of(blocks), prefix.numbers(layer)
     if len(numbers) > len(slots):  # KV heads with budgets of their own, of which this process holds some
         first = get_tensor_model_parallel_rank() * len(slots)
@@ -327,6 +336,6 @@ def _copy_part(blocks: Slots, block: int, prefix: Prefix, number: int) -> None:
         if local.shape != target.shape[1:]:
             shapes = f"{tuple(source.shape)} do not fit {tuple(target.shape[1:])}"
             raise Refused(f"prefix {prefix.name}: its {name} {shapes}")
-        target[block] = local.to(target.device)
+        target[block] = local
     blocks.next[block] = lowest_empty(blocks.positions[block : block + 1])[0]
     blocks.seen[block] = len(prefix.tokens)

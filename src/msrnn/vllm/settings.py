@@ -11,6 +11,8 @@ from ..policy import check_size, needs_model
 from . import POLICY
 
 _SEPARATOR = ";"
+_FOUND = "MSRNN_POLICY_FOUND"  # a policy that needs a model, and what it stands for on the one that runs here
+_last: dict[str, Any] = {}  # the policy that was last worked out, and the model that it was for
 
 
 def write(plan: Plan) -> str:
@@ -29,9 +31,12 @@ def check() -> None:
 
 
 def resolve(model: Any) -> None:
-    """Put what `best:256` or `tova:64MiB` stands for on vLLM's model configuration into this process's environment."""
+    """Work out what `best:256` or `tova:64MiB` stands for on vLLM's model configuration.
+
+    The words themselves stay in the environment: the same process may make an engine for another model.
+    """
     text = os.environ.get(POLICY, "")
-    if not needs_model(text):
+    if not needs_model(text) or _last.get(text) is model:
         return
     from ..budgets.profile import plan_for
     from ..hf import best
@@ -39,12 +44,16 @@ def resolve(model: Any) -> None:
 
     origin = {"dtype": model.dtype, "length": model.max_model_len, "revision": model.revision}
     policy = best.resolve(text, model.hf_config, **origin)
-    os.environ[POLICY] = write(plan_for(policy, len(geometry(model.hf_config))))
+    os.environ[_FOUND] = f"{text}\n{write(plan_for(policy, len(geometry(model.hf_config))))}"
+    _last.clear()
+    _last[text] = model
 
 
 def policies() -> tuple[LayerPolicy, ...]:
     """The policies in the environment: one for all layers, or one per layer."""
-    return parse(os.environ.get(POLICY, ""))
+    text = os.environ.get(POLICY, "")
+    worked_out, _, found = os.environ.get(_FOUND, "").rpartition("\n")
+    return parse(found if found and worked_out == text else text)
 
 
 def kind_count() -> int:
