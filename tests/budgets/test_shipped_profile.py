@@ -14,13 +14,14 @@ import torch
 import msrnn
 from msrnn.budgets.allocate import non_increasing
 from msrnn.budgets.estimate import combine, every_second
-from msrnn.budgets.profile import open_profile, read_profile, shipped_profiles
+from msrnn.budgets.profile import allocate_average, goal, open_profile, read_profile, shipped_profiles
 from msrnn.eval.perplexity import perplexity
 from msrnn.hf.identity import check_profile
 
 ROOT = Path(__file__).parents[2]
 NAME = "SmolLM2-135M-Instruct"
 BY_HEAD = f"{NAME}-heads"
+RECALL = f"{NAME}-recall"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -33,14 +34,24 @@ def test_its_sizes_are_what_it_says() -> None:
         assert sum(capacities) == 30 * average
 
 
-def test_the_sizes_of_the_one_by_kv_head() -> None:
-    profile = open_profile(BY_HEAD)
-    assert shipped_profiles() == [NAME, BY_HEAD]
+@pytest.mark.parametrize("name, counted", [(BY_HEAD, "perplexity"), (RECALL, "recall")])
+def test_the_sizes_of_those_by_kv_head(name: str, counted: str) -> None:
+    profile = open_profile(name)
+    assert shipped_profiles() == [NAME, BY_HEAD, RECALL]
     assert (profile["policy"], profile["by"], profile["model"]["name"]) == ("fade", "head", NAME)
+    assert goal(name) == counted
     for average in (32, 64, 128, 141, 256, 512, 562, 920, 1840, 4096):
-        capacities: Any = read_profile(BY_HEAD, average)
+        capacities: Any = read_profile(name, average)
         assert [len(heads) for heads in capacities] == [3] * 30
         assert sum(map(sum, capacities)) == 90 * average
+
+
+def test_the_sizes_for_recall_follow_from_its_curves_and_keep_the_head_that_retrieves() -> None:
+    profile = open_profile(RECALL)
+    assert profile["capacities"] == allocate_average(profile["curves"], profile["average"])
+    for average in (141, 281, 562, 920):  # bests of 64, 128, 256 and 512 plain slots
+        capacities: Any = read_profile(RECALL, average)
+        assert capacities[7][2] == 2048  # the most that its texts could show
 
 
 def test_the_curves_by_kv_head_are_those_of_the_record() -> None:

@@ -143,10 +143,12 @@ def test_a_profile_by_kv_head_comes_first_and_takes_no_more_bytes(shipped: str, 
     heads = [[curve, [[size, loss / 3] for size, loss in curve]] for curve in CURVES]
     by_head = content | {"capacities": [[50, 10], [4, 12], [10, 10]], "curves": heads, "by": "head"}
     (tmp_path / "a-by-head.json").write_text(json.dumps(by_head))
+    (tmp_path / "a-before.json").write_text(json.dumps(by_head | {"for": "recall"}))
     (tmp_path / "z-by-head.json").write_text(json.dumps(by_head | {"model": content["model"] | {"layers": 9}}))
     model = tiny_llama()
     best = resolution("best:16", model)
     assert best.profile == "a-by-head"
+    assert resolution("best:16,profile=a-before", model).profile == "a-before"
     caches = [msrnn.cache(model, text) for text in ("best:16", "tova:16")]
     assert caches[0].plan.by_head
     assert caches[0].plan.average == best.slots

@@ -98,6 +98,11 @@ def is_by_head(path: str | Path) -> bool:
     return isinstance(open_profile(path)["capacities"][0], list)
 
 
+def goal(path: str | Path) -> str:
+    """What the losses of a profile count (`calibrate --for`); only perplexity, in those that do not say."""
+    return str(open_profile(path).get("for", "perplexity"))
+
+
 def _read_json(path: str | Path) -> object:
     file = profile_path(path)
     try:

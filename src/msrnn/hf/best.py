@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..budgets.profile import is_by_head, open_profile, shipped_profiles
+from ..budgets.profile import goal, is_by_head, open_profile, shipped_profiles
 from ..plan import Plan, PolicyLike
 from ..policy import KV, PolicyText, is_best, needs_model, read_size, recommended, split_policy, tova, with_capacity
 from .byte_budget import ByteBudget
@@ -115,8 +115,9 @@ def _shipped(
 
     One by KV head comes first: it says where slots are needed more finely. But what its heads need was measured within
     the trained context, and far beyond it budgets by layer are better (docs/results.md): there `by_layer` asks for one.
+    Those for recall cost perplexity, so they have to be named.
     """
-    names = [name for name in shipped_profiles() if not (by_layer and is_by_head(name))]
+    names = [name for name in shipped_profiles() if goal(name) == "perplexity" and not (by_layer and is_by_head(name))]
     for name in sorted(names, key=is_by_head, reverse=True):
         # slots of its own for every KV head may take the bytes of one slot more
         if fits(name, model, revision) and slots > min(open_profile(name)["grid"]):
