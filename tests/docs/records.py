@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from msrnn.analysis.benchmarks import from_benchmark
-from msrnn.analysis.serving_gpu import LOADS, ratios
+from msrnn.analysis.serving_gpu import LOADS, Pair, pairs
 from tests.docs.pages import ROOT
 
 PROFILE = ",profile=SmolLM2-135M-Instruct"
@@ -55,23 +55,10 @@ def passkey(label: str, slots: int | None, kind: str, length: int) -> Record:
     return {"value": sum(record["value"] for record in found) / len(depths), "low": None, "high": None}
 
 
-class Served(NamedTuple):
-    """A load of vLLM on a GPU, medians of both engines at one commit."""
-
-    commit: str
-    stock: float
-    ours: float
-
-
 @cache
-def served(name: str) -> dict[str, Served]:
-    """By load: of the newest commit at which both engines ran it."""
-    records = sorted((one for line in load(name) for one in from_benchmark(line)), key=lambda one: one.date)
-    newest: dict[str, Served] = {}
-    for commit in dict.fromkeys(one.commit for one in records):
-        pairs = ratios([one for one in records if one.commit == commit], LOADS)
-        newest |= {load: Served(commit, *pair) for load, pair in pairs.items()}
-    return newest
+def served(name: str) -> dict[str, Pair]:
+    """By load of vLLM on a GPU: of the newest commit at which both engines ran it."""
+    return pairs([one for line in load(name) for one in from_benchmark(line)], LOADS)
 
 
 def numbers(cell: str) -> list[str]:

@@ -9,8 +9,6 @@ from statistics import median
 
 import pytest
 
-from msrnn.analysis.records import read_results
-from msrnn.analysis.serving_gpu import LOADS, ratios
 from msrnn.cli import main
 from tests.docs import pages
 from tests.docs.records import close, load, numbers, served
@@ -88,7 +86,7 @@ def test_loads_on_a_gpu_are_what_was_measured(name: str, number: int) -> None:
     for label, (_, *cells, _) in zip(labels, rows, strict=True):
         one = measured[label[1]]
         assert (label[2] or usual_commit(number, label[1])) == one.commit, label[1]
-        for cell, value in zip(cells, (one.stock, one.ours, one.ours / one.stock), strict=True):
+        for cell, value in zip(cells, (one.stock, one.ours, one.ratio), strict=True):
             assert close(numbers(cell)[0], value), (label[1], cell, value)
 
 
@@ -101,15 +99,6 @@ def usual_commit(number: int, load: str) -> str:
     assert "One prompt and the start are of commit 430b5f1" in text
     assert "the other rows of 9d5ab57" in text
     return "430b5f1" if load.startswith(("first tokens, 1 x", "start")) else "9d5ab57"
-
-
-def test_where_the_figure_differs_from_the_table() -> None:
-    """It is drawn from the newest record of each engine, whatever its commit."""
-    drawn, table = ratios(read_results([ROOT / "results" / "vllm_gpu.jsonl"]), LOADS), served("vllm_gpu")
-    flat = [f"{ours / stock:.2f}" for load, (stock, ours) in drawn.items() if "flat" in load]
-    assert f"so it has {' and '.join(sorted(flat))} there" in " ".join(GUIDE.split())
-    others = {load: pair for load, pair in drawn.items() if "flat" not in load}
-    assert others == {load: table[load][1:] for load in others}
 
 
 def test_what_missed_its_aim_on_a_gpu() -> None:

@@ -52,7 +52,8 @@ def _vllm(line: Mapping[str, Any]) -> Iterator[Record]:
         return
     load = ("requests", "prompt", "new", "attention", "round")
     cell = {name: line[name] for name in (*load, "max_num_seqs", "threshold") if name in line}
-    fields = {"model": line["shape"], "dtype": "bfloat16", "seconds": line.get("seconds", 0.0)}
+    at = {"commit": line.get("commit", "")}  # both engines are compared at one
+    fields = {"model": line["shape"], "dtype": "bfloat16", "seconds": line.get("seconds", 0.0), "settings": at}
     values = {VLLM_START: line["start_s"]} if line["kind"] == "vllm start" else {}
     if line["kind"] == "vllm load":
         values = {VLLM_FIRST: line["seconds"]} if line["new"] == 1 else {VLLM_RATE: line["new_tokens_per_s"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..eval.record import Record
 from .benchmarks import VLLM_FIRST, VLLM_RATE, VLLM_START, VLLM_STEP
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOADS = (VLLM_FIRST, VLLM_RATE, VLLM_STEP, VLLM_START)
+
+
+class Pair(NamedTuple):
+    """A load of both engines at one commit: medians of the newest run of each."""
+
+    commit: str
+    stock: float
+    ours: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.stock
 
 
 def vllm_figure(records: Sequence[Record], path: str | Path) -> Path:
@@ -31,16 +43,22 @@ def vllm_figure(records: Sequence[Record], path: str | Path) -> Path:
     return save_figure(figure, path)
 
 
-def ratios(records: Sequence[Record], metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Load -> stock's median and ours, where there are both; of the newest run of each."""
-    pairs: dict[str, tuple[float, float]] = {}
+def pairs(records: Sequence[Record], metrics: Sequence[str]) -> dict[str, Pair]:
+    """By load, of the newest commit at which both engines ran it."""
+    found: dict[str, Pair] = {}
     for metric in metrics:
         for load in dict.fromkeys(_label(one) for one in records if one.metric == metric):
             runs = [one for one in records if one.metric == metric and _label(one) == load]
-            ours, stock = ([one for one in runs if (one.policy == "full") == full] for full in (False, True))
-            if ours and stock:
-                pairs[load] = _median(stock), _median(ours)
-    return pairs
+            commits = dict.fromkeys(one.commit for one in sorted(runs, key=lambda one: one.date, reverse=True))
+            paired = (_pair([one for one in runs if one.commit == commit]) for commit in commits)
+            if newest := next(filter(None, paired), None):
+                found[load] = newest
+    return found
+
+
+def _pair(runs: Sequence[Record]) -> Pair | None:
+    ours, stock = ([one for one in runs if (one.policy == "full") == full] for full in (False, True))
+    return Pair(runs[0].commit, _median(stock), _median(ours)) if ours and stock else None
 
 
 def _median(runs: Sequence[Record]) -> float:
@@ -61,10 +79,10 @@ def _label(record: Record) -> str:
 
 
 def _bars(axes: Axes, records: Sequence[Record], metrics: Sequence[str]) -> None:
-    pairs = ratios(records, metrics)
+    loads = pairs(records, metrics)
     colour = line_styles(["tova"])["tova"].colour
-    names = list(pairs)[::-1]
-    values = [pairs[name][1] / pairs[name][0] for name in names]
+    names = list(loads)[::-1]
+    values = [loads[name].ratio for name in names]
     bars = axes.barh(names, values, color=colour, height=0.6)
     axes.axvline(1, color="#000000", linestyle="--", linewidth=1)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line at 1 would run through some
