@@ -1,6 +1,8 @@
 """The league of online policies: every score in the same exact recurrence, at the same number of slots.
 
     python experiments/league.py --data DATA --dtype bfloat16 --chunks 6 --batch 84 --minutes 6
+    python experiments/league.py --data DATA --dtype bfloat16 --chunks 6 --batch 14 --same-bytes results/league.jsonl
+        --out results/part/league_bytes.jsonl
 
 PG-19 perplexity at each --capacity, then recall of numbers (needle) and of facts in conversations (turns) at the
 first. Every score stands in a frame: which tokens are protected, and who decides together. Built-in policies have
@@ -8,6 +10,9 @@ theirs; a research rule (`msrnn/rules/`) is measured in TOVA's (nothing protecte
 fade's (the first 4 tokens and the newest half protected, each KV head alone), and the one with the lower perplexity on
 the choosing half of the books stands for it. All 14 books go through one batch, since on a GPU a rule's time is that
 of its kernel launches; the halves (see books.py) are told apart afterwards. A run that was stopped resumes.
+
+--same-bytes: the policies of such records again, on the reporting half, each with as many slots as fit into the bytes
+of TOVA's state.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ from books import (
     split,
 )
 
-from msrnn.analysis.league import league_table
+from msrnn.analysis.league import league_table, size_of
+from msrnn.analysis.league import players as best_frames
 from msrnn.analysis.records import models, read_results
 from msrnn.core.attention import Attention
 from msrnn.core.rules import memory_size
@@ -188,6 +194,23 @@ def recall(
             print(f"{task:8} {policy:50} {sum(values) / len(values):6.3f} {seconds:7.1f} s", flush=True)
 
 
+def same_bytes(arguments: argparse.Namespace, model: Any, tokenizer: Any, deadline: float) -> None:
+    """The reporting half again: every policy with the slots that fit into TOVA's bytes, in the order of the table."""
+    _, books = split(arguments.data)
+    texts = chunks(tokenizer, books[: arguments.limit], arguments)
+    losses = Losses(model, texts, arguments.batch, measurements_path(arguments, "bytes"), "reporting half")
+    for capacity in arguments.capacity:
+        known = [player.policy for player in best_frames(read_results([arguments.same_bytes]), capacity)]
+        slots = {policy: size_of(policy, model.config, model.dtype).slots for policy in known}
+        fitted = {split_policy(policy).with_size(size): size for policy, size in slots.items()}
+        for policy in ("full", *fitted):
+            if time.monotonic() < deadline:
+                losses.of(policy)
+        measured = {p: (p, size) for p, size in fitted.items() if p in losses.measurements}
+        settings = {"length": arguments.length, "chunks": arguments.chunks, "plain_slots": capacity}
+        save(arguments.out, records(losses, "league-bytes", {"full": ("full", None)} | measured, settings))
+
+
 def check_graphs() -> None:
     """On a GPU a rule's scan is a CUDA graph: it must decide as the same scan does kernel by kernel."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -231,6 +254,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recall", action="store_true", help="only the other tasks; perplexity as measured before")
     parser.add_argument("--players", nargs="+", default=[""], help="with --recall: whose names begin so, in this order")
     parser.add_argument("--table", action="store_true", help="print the table of docs/league.md from the records")
+    parser.add_argument("--same-bytes", type=Path, metavar="RECORDS", help="their policies in TOVA's bytes")
     parser.add_argument("--limit", type=int, help="so many books of each half: a trial")
     arguments = parser.parse_args()
     arguments.capacity = arguments.capacity or [256]
@@ -246,6 +270,9 @@ def main() -> None:
     if arguments.device == "cuda":
         check_graphs()
     model, tokenizer = load_model(arguments)
+    if arguments.same_bytes:
+        same_bytes(arguments, model, tokenizer, deadline)
+        return
     choosing, reporting = (books[: arguments.limit] for books in split(arguments.data))
     texts = chunks(tokenizer, [*choosing, *reporting], arguments)
     losses = Losses(model, texts, arguments.batch, measurements_path(arguments, "pg19"), "both halves")

@@ -63,6 +63,12 @@ def test_the_league_resumes_and_makes_a_table(
     assert "tiny, 16 slots" in lines
     names = {line.split("`")[1].split(":")[0].split("-")[0] for line in lines if line.startswith("| `")}
     assert names == {"tova", "fade", "key_norm", "lagged"}
+    in_bytes = tmp_path / "bytes.jsonl"
+    run(league, monkeypatch, *options[:8], "--out", str(in_bytes), "--capacity", "16", "--same-bytes", str(out))
+    fitted = {one.policy.split(":")[0].split("-")[0]: one.capacity for one in read_records(in_bytes)}
+    assert set(fitted) == {"full", *names}
+    assert fitted["tova"] == 16
+    assert all(fitted[name] < 16 for name in names - {"tova"}), "a score for every token takes bytes"
 
 
 def test_everybody_takes_part_without_a_perplexity_and_rules_stand_in_fades_frame() -> None:
