@@ -6,6 +6,7 @@
     python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024 --out ...
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
+    python benchmarks/vllm_gpu.py --engines stock msrnn stock msrnn --rounds 0 --out ...    # starts only
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
 
 A model of a given shape with random weights, in two kinds: `flat`, plain random weights, whose attention is the scan's
@@ -138,9 +139,9 @@ def measure(options: argparse.Namespace, engine: str) -> None:
     if engine == "msrnn":
         os.environ["MSRNN_POLICY"] = options.policy
     shared = conditions(options, engine)
-    llm, start_s = start(options, engine)
+    llm, start_s, timeline = start(options, engine)
     about = shared | memory_of(llm) | {"start_s": round(start_s, 1)}
-    write(options.out, about | {"kind": "vllm start"} | start_parts(llm))
+    write(options.out, about | {"kind": "vllm start", "timeline": timeline} | start_parts(llm))
     share = 60 * options.minutes / len(options.engines)
     with own_turn():
         measure_loads(options, engine, llm, about, share - (0 if options.together else time.monotonic() - begin))

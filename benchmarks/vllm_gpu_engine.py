@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import tempfile
 import time
@@ -12,8 +13,23 @@ from typing import Any
 ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
 
 
-def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
-    """vLLM's engine in this process, and the seconds until it takes requests."""
+class Timeline(logging.Handler):
+    """When vLLM logged what while it started: [seconds, message], where it had said nothing for half a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = self._last = time.perf_counter()
+        self.messages: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.perf_counter()
+        if now - self._last > 0.5:
+            self.messages.append((round(now - self.begin, 1), record.getMessage()[:100]))
+        self._last = now
+
+
+def start(options: argparse.Namespace, engine: str) -> tuple[Any, float, list[tuple[float, str]]]:
+    """vLLM's engine in this process, the seconds until it takes requests, and what it logged meanwhile."""
     folder = model_folder(options.shape, options.small)
     from vllm import LLM
 
@@ -51,9 +67,11 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float]:
         }
         settings |= {"max_num_seqs": 32, "max_num_batched_tokens": 512}
         settings["long_prefill_token_threshold"] = 64 if engine == "msrnn" else 0
-    begin = time.perf_counter()
+    timeline = Timeline()
+    logging.getLogger("vllm").addHandler(timeline)
     llm = LLM(**settings)
-    return llm, time.perf_counter() - begin
+    logging.getLogger("vllm").removeHandler(timeline)
+    return llm, time.perf_counter() - timeline.begin, timeline.messages
 
 
 def model_folder(name: str, small: bool = False) -> str:
