@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from msrnn.vllm import host
 from msrnn.vllm.host import HostPool
 from msrnn.vllm.pool import Index, keeps, kept_between, keys_of, piece
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def positions(prompt: int, every: int, budget: int) -> list[int]:
@@ -122,11 +119,14 @@ def test_places_are_never_shared() -> None:
     assert sorted(pool.free) == list(range(8))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("staged", [host._STAGED, 4 * 768, 0])
-def test_states_come_back_as_they_were(device: str, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More saves than are staged, each block overwritten at once, and places used again."""
-    monkeypatch.setattr(host, "_STAGED", staged)
+RING = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: a host's memory needs no ring")
+DEVICES = [("cpu", 0), *(pytest.param("cuda", size, marks=RING) for size in (host._RING, 4 * 640, 1))]
+
+
+@pytest.mark.parametrize("device, ring", DEVICES)
+def test_states_come_back_as_they_were(device: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More saves than the ring has places, each block overwritten at once, and places used again."""
+    monkeypatch.setattr(host, "_RING", ring)
     torch.manual_seed(0)
     layers = [torch.randint(256, (12, size), dtype=torch.uint8, device=device) for size in (640, 128)]
     pool = HostPool(10, layers)
@@ -144,19 +144,11 @@ def test_states_come_back_as_they_were(device: str, staged: int, monkeypatch: py
         pool.save(number, layer[1], 0)
     pool.load(layers, 0, 5)
     assert all(torch.equal(layer[5], layer[1]) for layer in layers)
+    pool.close()
 
 
-def test_few_bytes_wait_on_the_device() -> None:
-    """vLLM's memory profile does not count them: 256 MiB, however large a state is."""
-    pool, arrived = HostPool(1, [torch.empty(1, 1 << 30, dtype=torch.uint8)]), []  # memory that is never touched
-    mib = 1 << 20
-    assert pool._has_room(256 * mib)
-    assert not pool._has_room(256 * mib + 1)
-    for size in (100, 60):
-        pool.copies.append((SimpleNamespace(query=lambda size=size: size in arrived), size * mib))
-        pool.waiting += size * mib
-    assert pool._has_room(96 * mib)
-    assert not pool._has_room(97 * mib)
-    arrived.append(100)
-    assert pool._has_room(196 * mib)
-    assert not pool._has_room(197 * mib)
+@RING
+def test_memory_can_be_pinned_again_after_the_end() -> None:
+    layers = [torch.zeros(2, 1 << 20, dtype=torch.uint8, device="cuda")]
+    for _ in range(3):  # freed memory comes back at the same address
+        HostPool(64, layers).close()

@@ -2,11 +2,12 @@
 
 vLLM schedules, batches, samples and serves HTTP. Ours is the attention backend, and with it the memory of a request:
 one block of fixed size per layer for its whole life, which holds the layer's slots. `msrnn serve` also names a
-scheduler and a worker of ours, by vLLM's own options. No module of vLLM is changed; four of its inner parts are used
+scheduler and a worker of ours, by vLLM's own options. No module of vLLM is changed; some of its inner parts are used
 beside the public ones: the model's `forward` is wrapped (`worker.py`), the scheduler's `_mamba_block_aligned_split`
-overridden (`scheduler.py`), the cache of chosen backends cleared, and the check of the layers' KV cache specs extended
-(`plugin.py`). Every process of vLLM imports this file, so it stays light: without `MSRNN_POLICY` in the environment it
-does nothing. An empty one is refused: it was meant to be a bound.
+overridden and its `need_mamba_block_aligned_split` and `defer_block_free` set (`scheduler.py`), the cache of chosen
+backends cleared, and the check of the layers' KV cache specs extended (`plugin.py`). Every process of vLLM imports this
+file, so it stays light: without `MSRNN_POLICY` in the environment it does nothing. An empty one is refused: it was
+meant to be a bound.
 """
 
 from __future__ import annotations

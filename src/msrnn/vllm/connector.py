@@ -9,6 +9,7 @@ starts from a state that does not match it. vLLM counts positions on from there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -146,7 +147,10 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self.states and not num_external_tokens:
             return
         ((block,),) = blocks.get_block_ids()
-        self.running[request.request_id] = _Running(request, block)
+        old = self.running.get(request.request_id)
+        # A session that takes more input keeps its block, and what it has read; who was preempted begins anew.
+        outdated = old is not None and old.outdated and request.num_computed_tokens > 0
+        self.running[request.request_id] = _Running(request, block, outdated)
         if not num_external_tokens:
             return
         prefix = self.match(request)
@@ -207,6 +211,12 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.files = HostPool(len(self.prefixes), list(self.blocks().values()))
             for place, prefix in enumerate(self.prefixes.values()):
                 self.lay_out(self.files, place, prefix)
+
+    def shutdown(self) -> None:
+        for pool in (self.pool, self.files):
+            if pool is not None:
+                pool.close()
+        self.pool = self.files = None
 
     def lay_out(self, pool: HostPool, place: int, prefix: Prefix) -> None:
         """Put a file's state into a pool as it lies in a request's block, so that every layer is one copy."""
@@ -275,7 +285,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """After the batch: what no layer has copied, as within a CUDA graph."""
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
-        if copies.stops and not self.stopped:
+        if copies.stops and not self.stopped and sys.exc_info()[0] is None:  # vLLM calls this after an error, too
             raise RuntimeError(
                 "states within a prompt were to be kept, but vLLM read it in one pass; please report this, and start "
                 "with --prefix-pool 0"

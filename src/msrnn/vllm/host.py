@@ -1,32 +1,30 @@
 """A worker's share of the pool of states: host memory, and the copies from and to a request's blocks.
 
-On a GPU memory is pinned, and a block is first copied on the device, so that its request may go on while a stream of
-its own brings the copy to the host. Where too many bytes wait for that already, the block is copied from where it is,
-and the request waits. Nothing here imports vLLM.
+On a GPU host memory is pinned. A block is first copied on the device, into the next place of a ring, so that its
+request may go on while a stream of its own brings the copy to the host. A place of the ring is used again when that is
+done: the device waits for it, never the host. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
-_STAGED = 256 << 20  # bytes of states that wait on the device at once: memory that vLLM has not counted
+_RING = 256 << 20  # bytes of layers' states on their way to the host: taken at the start, as vLLM does not count them
 
 
 class HostPool:
     """`states` places for the state of a request; layers: [blocks, bytes] of every layer here."""
 
     def __init__(self, states: int, layers: Sequence[Tensor]) -> None:
-        self.gpu = layers[0].is_cuda
+        gpu = layers[0].is_cuda
         sizes = [layer.shape[1] for layer in layers]
-        parts = torch.split(_host_memory(states * sum(sizes), self.gpu), [states * size for size in sizes])
+        parts = torch.split(_host_memory(states * sum(sizes), gpu), [states * size for size in sizes])
         self.memory = [part.view(states, size) for part, size in zip(parts, sizes, strict=True)]
-        self.stream = torch.cuda.Stream(layers[0].device) if self.gpu else None  # type: ignore[no-untyped-call]
-        self.copies: deque[tuple[torch.cuda.Event, int]] = deque()  # that wait on the device, with their bytes
-        self.waiting = 0  # the sum of these bytes
+        self.ring = _Ring(max(sizes), layers[0].device) if gpu else None
 
     @property
     def state_bytes(self) -> int:
@@ -35,33 +33,45 @@ class HostPool:
     def save(self, number: int, state: Tensor, place: int) -> None:
         """Copy one layer's part of a state to its place, after all that the current stream was told so far."""
         target = self.memory[number][place]
-        if self.stream is None:
+        if self.ring is None:
             target.copy_(state)
-            return
-        current, staged = torch.cuda.current_stream(), self._has_room(state.nbytes)
-        source = state.clone() if staged else state
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            if staged:
-                source.record_stream(self.stream)
-                self.copies.append((self.stream.record_event(), source.nbytes))
-                self.waiting += source.nbytes
-        if not staged:
-            current.wait_stream(self.stream)  # what runs next may write to the block
-
-    def _has_room(self, size: int) -> bool:
-        """Whether so many bytes more may wait on the device for their way to the host."""
-        while self.copies and self.copies[0][0].query():  # type: ignore[no-untyped-call]
-            self.waiting -= self.copies.popleft()[1]
-        return self.waiting + size <= _STAGED
+        else:
+            self.ring.copy(state, target)
 
     def load(self, layers: Sequence[Tensor], place: int, block: int) -> None:
         """Copy a place's state into a block, before all that the device is told from now on."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        if self.ring is not None:
+            torch.cuda.current_stream().wait_stream(self.ring.stream)
         for memory, layer in zip(self.memory, layers, strict=True):
             layer[block].copy_(memory[place], non_blocking=True)
+
+    def close(self) -> None:
+        """The end of the pool: memory that goes back pinned stays so, and another pool may get the same address."""
+        if self.ring is not None:
+            torch.cuda.synchronize()
+            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cuda.cudaHostUnregister(self.memory[0].data_ptr())
+        self.memory = []
+
+
+class _Ring:
+    """Places on the device for `size` bytes each, and the stream that empties them into host memory."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.places = torch.empty(max(1, _RING // size), size, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.emptied = [torch.cuda.Event() for _ in self.places]  # type: ignore[no-untyped-call]
+        self.turns = cycle(range(len(self.places)))
+
+    def copy(self, state: Tensor, target: Tensor) -> None:
+        turn, current = next(self.turns), torch.cuda.current_stream()
+        source, emptied = self.places[turn, : len(state)], self.emptied[turn]
+        current.wait_event(emptied)  # of the time before; it has passed where there was none
+        source.copy_(state)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            emptied.record(self.stream)
 
 
 def _host_memory(size: int, pinned: bool) -> Tensor:

@@ -65,6 +65,7 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
 
         A window of the model's own is part of that: to vLLM all layers look alike.
         """
+        settings.resolve(self._config.model_config)  # weights that are loaded again, and another engine came meanwhile
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", 0) is self)
         policy = settings.policy_of(extract_layer_index(name))
         self.policy = own_share(policy, self.num_kv_heads)

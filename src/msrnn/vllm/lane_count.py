@@ -7,6 +7,7 @@ from typing import Any
 from ..policy import Policy
 from . import settings
 from .lanes import LANES
+from .read_graphs import most_slots
 
 WORKER = "msrnn.vllm.worker.Worker"
 _WHOLE_MODEL = 1  # vLLM's compilation mode STOCK_TORCH_COMPILE, which would compile the pieces with the model
@@ -17,9 +18,10 @@ def lane_count(config: Any) -> int:
 
     Mixtures of experts and quantised weights have buffers that a pass uses alone, LoRA adapters know tokens by their
     place in the batch, and processes that split a model meet in every layer. Layers of several kinds have graphs of
-    their own, too many to have them once for every lane.
+    their own, too many to have them once for every lane. Reads without graphs, of very large states, would take memory
+    for every lane that vLLM's profile has not counted.
     """
-    parallel, model = config.parallel_config, config.model_config
+    parallel, model, policies = config.parallel_config, config.model_config, settings.policies()
     alone = (
         parallel.worker_cls == WORKER
         and parallel.tensor_parallel_size == 1
@@ -28,8 +30,9 @@ def lane_count(config: Any) -> int:
         and config.lora_config is None
         and not model.is_moe
         and config.compilation_config.mode != _WHOLE_MODEL
-        and len(settings.policies()) == 1
-        and isinstance(settings.policies()[0], Policy)
+        and len(policies) == 1
+        and isinstance(policies[0], Policy)
+        and (policies[0].capacity or 0) + 1 < most_slots(policies[0])
     )
     return LANES if alone else 0
 

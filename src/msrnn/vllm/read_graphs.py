@@ -35,8 +35,12 @@ def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool
     """Only layers without a rule, sinks and tensor parallelism; on a GPU only compiled kernels, as others wait."""
     alike = policy.rule is None and attention.sinks is None and not attention.sharded
     device, slots = blocks.keys.device.type, blocks.positions.shape[2]
-    most = _MOST_SLOTS if blocks.residual is None else _MOST_BLENDED
-    return alike and slots <= most and (device != "cuda" or kernels.compiled(device))
+    return alike and slots <= most_slots(policy) and (device != "cuda" or kernels.compiled(device))
+
+
+def most_slots(policy: Policy) -> int:
+    """The slots of the largest state that graphs read."""
+    return _MOST_SLOTS if policy.residual is None else _MOST_BLENDED
 
 
 def kind_of(blocks: Slots, query: Tensor, policy: Policy, attention: Attention) -> Kind:

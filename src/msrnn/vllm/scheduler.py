@@ -25,7 +25,7 @@ class _Pieces:
         self.every = INTERVAL if transfer is None else transfer.kv_connector_extra_config.get(EVERY, INTERVAL)
         self.need_mamba_block_aligned_split = getattr(self.connector, "states", 0) > 0  # type: ignore[attr-defined]
         self.least_in_pieces = None if transfer is None else least_in_pieces(vllm_config)
-        # Our copies run on the model's stream, after the writes of batches before: blocks are free at once.
+        # Blocks are copied and filled on the model's stream, after the writes of batches before: they are free at once.
         self.defer_block_free = False
 
     def _mamba_block_aligned_split(

@@ -145,7 +145,7 @@ def _profile(
     filler = torch.empty(max(0, peak), dtype=torch.uint8, device=streams.device)
     for size, number in (
         (lanes.PIECE, streams.lanes),
-        (count // lanes.GROUPS, lanes.GROUPS if lanes.GROUPS > 1 else 0),
+        (max(1, count // lanes.GROUPS), lanes.GROUPS if lanes.GROUPS > 1 else 0),
     ):
         parts = (slice(start, min(count, start + size)) for start in range(0, min(count, size * number), size))
         streams.run([partial(_run, forward, inputs, part, context) for part in parts])
