@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -67,14 +68,13 @@ def test_a_model_of_extreme_numbers(kind: str, operations: str, monkeypatch: pyt
     model = MODELS[kind]()
     plain = model(IDS).logits
     for number, policy in enumerate(POLICIES):
-        for prompt in ("recurrent", "oneshot") if number < 2 else ("recurrent",):
-            pieces = PIECES[number % len(PIECES)]
+        for prompt, pieces in product(("recurrent", "oneshot") if number < 2 else ("recurrent",), PIECES):
             cache = msrnn.cache(model, policy, prompt=prompt, chunk=9)
             parts = [model(part, past_key_values=cache).logits for part in IDS.split(pieces, 1)]
             most = cache.plan[0].capacity
-            assert cache.held == most, (policy, prompt)
-            assert all(bool((layer.slots.held == most).all()) for layer in cache.bounded), (policy, prompt)
-            assert torch.equal(torch.cat(parts, 1).isnan(), plain.isnan()), (policy, prompt)
+            assert cache.held == most, (policy, prompt, pieces)
+            assert all(bool((layer.slots.held == most).all()) for layer in cache.bounded), (policy, prompt, pieces)
+            assert torch.equal(torch.cat(parts, 1).isnan(), plain.isnan()), (policy, prompt, pieces)
     room = msrnn.cache(model, "tova:64", chunk=9)
     parts = [model(part, past_key_values=room).logits for part in IDS.split([20, 1, 27], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), plain, equal_nan=True, atol=2e-3, rtol=2e-3)

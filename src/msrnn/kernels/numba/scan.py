@@ -159,22 +159,27 @@ def scan_unit(  # type: ignore[no-untyped-def]
         for h in range(u * heads, (u + 1) * heads):
             row = weights[b, h, c, :reach]
             weights[b, h, c, reach:] = 0
+            number, mixed = logits.dtype.type(0), logits.dtype.type(-np.inf)
+            if counts is not None:
+                number, mixed = _residual(logits[b, h, c], counts[b, u])
             if not _normalise(row, totals[b, h, c], alive, has_sinks):
                 if not has_logits:
                     failed[b, u] = True
                     return
                 sink = sinks[h % len(sinks), 0, 0]
-                tops[b, h, c, 0] = _normalise_again(row, totals[b, h, c], logits[b, h, c], alive, has_sinks, sink)
+                tops[b, h, c, 0] = _normalise_again(
+                    row, totals[b, h, c], logits[b, h, c], alive, has_sinks, sink, mixed
+                )
             extra = weights.dtype.type(0)
-            if counts is not None:
-                extra = _blended(logits[b, h, c], counts[b, u], tops[b, h, c, 0])
+            if number > 0:
+                extra = number * np.exp(mixed - tops[b, h, c, 0])
                 totals[b, h, c, 0] += extra
             if gains is None:
                 _add(mean, row, totals[b, h, c, 0])
             else:
                 _add_with_gains(mean, row, totals[b, h, c, 0], gains[b, h * gains.shape[1] // logits.shape[1]])
             if counts is not None:
-                _spread(weights[b, h, c], counts[b, u], extra)
+                _spread(weights[b, h, c], counts[b, u], number, extra)
         for n in range(columns):
             score[n] = momentum * score[n] + mean[n] / heads
         if window != _NEVER and steps[b, c] - window + 1 >= 0:
@@ -187,21 +192,18 @@ def scan_unit(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _blended(logits, counts, top):  # type: ignore[no-untyped-def]
-    """The exponential of the residual's logit, less `top`: that of the mean key, times the number of tokens in it."""
+def _residual(logits, counts):  # type: ignore[no-untyped-def]
+    """The number of tokens in the residual, and the logit of its mean key."""
     number, mean = logits.dtype.type(0), logits.dtype.type(0)
     for n in range(len(counts)):
         number += counts[n]
         mean += counts[n] * logits[n]
-    return number * np.exp(mean / number - top) if number > 0 else number
+    return number, mean / number if number > 0 else logits.dtype.type(-np.inf)
 
 
 @_jit
-def _spread(row, counts, extra):  # type: ignore[no-untyped-def]
+def _spread(row, counts, number, extra):  # type: ignore[no-untyped-def]
     """The residual's weight goes to the columns in it."""
-    number = row.dtype.type(0)
-    for n in range(len(counts)):
-        number += counts[n]
     if number > 0:
         extra /= number
         for n in range(len(counts)):
@@ -242,9 +244,12 @@ def _normalise(row, total, alive, has_sinks):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _normalise_again(row, total, logits, alive, has_sinks, sink):  # type: ignore[no-untyped-def]
-    """An evicted column held the maximum: start again from the visible ones; what is subtracted now."""
-    top = sink if has_sinks else -np.inf
+def _normalise_again(row, total, logits, alive, has_sinks, sink, residual):  # type: ignore[no-untyped-def]
+    """An evicted column held the maximum: start again from the visible ones; what is subtracted now.
+
+    residual: the logit of its mean key, -inf if it is empty.
+    """
+    top = max(sink, residual) if has_sinks else residual
     for n in range(len(row)):
         if alive[n] > 0:
             top = max(top, logits[n])
