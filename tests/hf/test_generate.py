@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import json
 import subprocess
 import sys
@@ -209,6 +210,20 @@ def test_a_prompt_read_once_and_used_twice(llama) -> None:
         want = slow_greedy(model, "tova:6", text, 20)
         assert model.generate(text, past_key_values=twin, **GREEDY).tolist() == want.tolist()
     assert cache.get_seq_length() == 14
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_budgets_by_head_are_copied_while_they_decode(llama, copied) -> None:
+    """A step leaves tables with addresses of its slots: a copy has slots of its own, and writes only to those."""
+    model, text = llama(), some_ids(14)
+    plan = msrnn.per_layer("fade", [(5, 9)] * model.config.num_hidden_layers)
+    want = model.generate(text, past_key_values=msrnn.cache(model, plan), **GREEDY)
+    cache = msrnn.cache(model, plan)
+    with torch.no_grad():
+        for token in want[:, :16].split(1, 1):
+            model(token, past_key_values=cache)
+    for one in (copied(cache), cache):
+        assert model.generate(want[:, :17], past_key_values=one, **GREEDY | {"max_new_tokens": 17}).equal(want)
 
 
 def test_reset_begins_again(llama) -> None:

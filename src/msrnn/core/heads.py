@@ -1,7 +1,7 @@
 """A layer's memory as all who run a model see it: slots that its heads share, or slots of its own for every KV head.
 
 Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it; the
-recurrence knows nothing of that. A GPU takes one token of all heads in the same launches, and reads prompts by groups
+recurrence knows nothing of that. Compiled kernels take one token of all heads at once, and a GPU reads prompts by groups
 of heads (`head_groups.py`).
 """
 
@@ -36,6 +36,10 @@ class HeadSlots:
 
     heads: tuple[Slots, ...]
     tables: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy works its tables out anew: they hold addresses of these slots."""
+        return {"heads": self.heads, "tables": {}}
 
     @property
     def seen(self) -> Tensor:
