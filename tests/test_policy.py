@@ -125,6 +125,9 @@ def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) ->
     "text, says",
     [
         ("toav:512", "did you mean 'tova:512'"),
+        ("512", "unknown policy '512'; did you mean 'tova:512'"),
+        ("1/8", "unknown policy '1/8'; did you mean 'tova:1/8'"),
+        ("2GiB", "unknown policy '2GiB'; did you mean 'tova:2gib'"),
         ("windw+4:512", "did you mean 'window+4:512'"),
         ("h20:512", "did you mean 'h2o:512'"),
         ("nonsense", "allowed: best:512"),

@@ -90,8 +90,12 @@ def test_a_state_is_used_once(model: LlamaForCausalLM) -> None:
     rnn = msrnn.RNN(model, "tova:8")
     _, state = rnn.step(ids(5), rnn.start())
     rnn.step(ids(1), state)
-    with pytest.raises(msrnn.StateError, match="moved on"):
+    with pytest.raises(msrnn.StateError, match=r"was used by an earlier step or moved by to\(\).*or fork\(\)"):
         rnn.step(ids(1), state)
+    start = rnn.start()
+    assert start.to("cpu").held == 0
+    with pytest.raises(msrnn.StateError, match=r"moved by to\(\); use the state that call returned"):
+        start.fork()
 
 
 def test_bad_tokens_leave_the_state_usable(model: LlamaForCausalLM) -> None:

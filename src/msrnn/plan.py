@@ -25,11 +25,7 @@ class HeadPolicies:
         for policy in self.heads:
             if policy.capacity is None:
                 raise ValueError("'full' keeps everything, so it has no budgets by KV head; use e.g. 'fade'")
-            if policy.scope != "kv_head" and not policy.blind:
-                raise ValueError(
-                    f"the KV heads of a layer do not decide alone under {policy}, so they have no budgets of their "
-                    "own; use e.g. fade, h2o or tova-head"
-                )
+            _check_alone(policy, str(policy))
 
     @property
     def average(self) -> float:
@@ -152,4 +148,16 @@ def per_layer(text: str, capacities: Sequence[int | Sequence[int]]) -> Plan:
 def _layer(text: str, capacity: int | Sequence[int]) -> LayerPolicy:
     if isinstance(capacity, int):
         return with_capacity(text, capacity)
-    return HeadPolicies(tuple(with_capacity(text, size) for size in capacity))
+    policies = tuple(with_capacity(text, size) for size in capacity)
+    for policy in policies:
+        _check_alone(policy, split_policy(text).kind)
+    return HeadPolicies(policies)
+
+
+def _check_alone(policy: Policy, name: str) -> None:
+    """Refuse budgets by KV head where the heads of a layer share their decisions; `name` is what the user wrote."""
+    if policy.scope != "kv_head" and not policy.blind:
+        raise ValueError(
+            f"budgets by KV head need a policy whose KV heads decide alone, and under {name} they decide together; "
+            "use fade, h2o or tova-head, or a profile by layer"
+        )

@@ -266,9 +266,9 @@ class _Form:
         name, *changes = parts.kind.split(",")
         name, size = name if ".py" in name else name.lower(), parts.size.lower()
         match = _NAME.fullmatch(name)
-        if not match or not (match["name"] in _PRESETS or match["name"].endswith(".py") or match["name"] in _rules()):
-            raise ValueError(f"unknown policy {text!r}{_hint(name, _SPELLINGS, ':' + size if size else '')}; "
-                             f"allowed: {_EXAMPLES}; research policies: {', '.join(_rules())}")  # fmt: skip
+        if not match or not (match["name"] in PRESETS or match["name"].endswith(".py") or match["name"] in _rules()):
+            known = f"allowed: {_EXAMPLES}; research policies: {', '.join(_rules())}"
+            raise ValueError(f"unknown policy {text!r}{_policy_hint(name, size)}; {known}")
         base, scope = match["name"], match["scope"]
         if scope and base in ("window", "full"):
             raise ValueError(f"{text!r}: {base} decides without attention, so it has no '-{scope}'; write {base}")
@@ -299,8 +299,8 @@ class _Form:
         return Policy(capacity, self.first, scope=self.scope or "layer", rule=self.name)
 
 
-_PRESETS = ("full", "window", "h2o", "tova", "fade", "blend")
-_SPELLINGS = (*_PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
+PRESETS = ("tova", "h2o", "fade", "blend", "window", "full")
+_SPELLINGS = (*PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
 _DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
 _BYTES = re.compile(r"\d+(\.\d+)?\s*[kmg]?i?b")
 
@@ -390,6 +390,13 @@ def _nearest_preset(policy: Policy) -> tuple[str, Policy]:
 
     name = min(options, key=changes)  # the first of equals: tova, h2o, fade, blend, window
     return name, options[name]
+
+
+def _policy_hint(name: str, size: str) -> str:
+    """What may have been meant: a size alone (slots, a fraction, bytes) lacks a policy, another name is misspelt."""
+    if not size and (re.fullmatch(r"\d+(/\d+)?", name) or _BYTES.fullmatch(name)):
+        return f"; did you mean 'tova:{name}'?"
+    return _hint(name, _SPELLINGS, f":{size}" if size else "")
 
 
 def _hint(given: str, allowed: Sequence[str], tail: str = "") -> str:

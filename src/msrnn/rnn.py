@@ -27,7 +27,10 @@ PIECE = 1024  # tokens per forward while reading: activations grow with this, no
 
 
 class RNN:
-    """A loaded model bounded by a policy."""
+    """A loaded model bounded by a policy.
+
+    `prompt`, `length` and `chunk` are those of `msrnn.cache`; `piece`: tokens per forward pass in `read`.
+    """
 
     def __init__(
         self,
@@ -127,8 +130,8 @@ class RNNState:
         """The same memory as transformers' `past_key_values`."""
         if self._cache is None:
             raise StateError(
-                "this state has moved on; use the one that step returned, or fork() before stepping. If that step was "
-                "cut off, begin again"
+                "this state was used by an earlier step or moved by to(); use the state that call returned, or fork() "
+                "before stepping. If that step failed, begin again"
             )
         return self._cache
 

@@ -126,7 +126,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"pip install 'msrnn\[plot\]'"):
+    with pytest.raises(ImportError, match=r'needs matplotlib; pip install "\.\[plot\]" in a clone of msrnn'):
         retention_map(window_trace(), tmp_path / "map.png")
 
 

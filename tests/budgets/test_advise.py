@@ -26,7 +26,7 @@ def test_a_bound_in_points_or_per_cent(text: str, nats: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5pc", "%", "0%", "1e3", "nan"])
 def test_what_is_no_bound(text: str) -> None:
-    with pytest.raises(ValueError, match="is no bound; write perplexity points"):
+    with pytest.raises(ValueError, match="is not a tolerance above 0; write perplexity points"):
         Tolerance.parse(text)
 
 

@@ -54,7 +54,9 @@ def test_capacities_by_kv_head(tmp_path: Path) -> None:
     assert between[1][1] == 4  # it loses nothing
     plan = plan_for(f"fade:8,profile={by_head}", 2)
     assert plan.policies == (HeadPolicies((fade(12), fade(4))), HeadPolicies((fade(8), fade(8))))
-    with pytest.raises(ValueError, match=r"do not decide alone under tova:12, .* use e.g. fade, h2o or tova-head"):
+    with pytest.raises(
+        ValueError, match=r"and under tova they decide together; use fade, h2o or tova-head, or a profile"
+    ):
         plan_for(f"tova:8,profile={by_head}", 2)
 
 

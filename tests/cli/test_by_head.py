@@ -64,7 +64,7 @@ def test_heads_that_decide_together_are_refused(capsys: pytest.CaptureFixture[st
     assert main(["info", model, f"tova:21,profile={profile}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "use e.g. fade, h2o or tova-head" in error
+    assert "under tova they decide together; use fade, h2o or tova-head, or a profile by layer" in error
 
 
 def test_generate(capsys: pytest.CaptureFixture[str], model: str, profile: str) -> None:

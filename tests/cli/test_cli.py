@@ -50,6 +50,13 @@ def test_help_of_the_whole():
     assert stdout_of(msrnn_command("--version")).strip() == f"msrnn {msrnn.__version__}"
 
 
+def test_help_of_info_names_all_policies_and_profiles():
+    text = stdout_of(msrnn_command("info", "--help"))
+    assert "\npolicies: best, tova, h2o, fade, blend, window, full (docs/budgets.md)\n" in text
+    profiles = "SmolLM2-135M-Instruct, SmolLM2-135M-Instruct-heads, SmolLM2-135M-Instruct-recall"
+    assert f"\nprofiles that ship: {profiles}\n" in text
+
+
 def test_nothing_heavy_is_imported_before_a_command_runs():
     code = "import sys, msrnn.cli; msrnn.cli.parser(); assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=HERE)
@@ -83,7 +90,14 @@ BAD = {
     "dtype": (["info", "tova:4", "--dtype", "int8"], "choose from"),
     "no output": (["trace", "x"], "required: -o/--output"),
     "output folder": (["trace", "x", "-o", "/tmp"], "is a folder"),
-    "output nowhere": (["trace", "x", "-o", "/no/such/folder/trace"], "no folder /no/such/folder"),
+    "output nowhere": (
+        ["trace", "x", "-o", "/no/such/folder/trace"],
+        "--output /no/such/folder/trace: there is no folder",
+    ),
+    "page nowhere": (
+        ["trace", "x", "--html", "/no/such/folder/page"],
+        "--html /no/such/folder/page: there is no folder",
+    ),
     "no policy": (["info"], "required: POLICY"),
 }
 BAD_FOR_A_MODEL = {  # these need torch

@@ -115,7 +115,10 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
     "command, reason",
     [
         (["advise", "--within", "0.4"], "--text"),
-        (["advise", "--text", "BOOK", "--within", "some"], "'some' is no bound; write perplexity points (0.4)"),
+        (
+            ["advise", "--text", "BOOK", "--within", "some"],
+            "--within 'some' is not a tolerance above 0; write perplexity points (0.4)",
+        ),
         (["advise", "--text", "no.txt", "--within", "1"], "there is no file no.txt"),
         (["advise", "--text", ".", "--within", "1"], "is a folder; give text files"),
         (["advise", "--text", "BOOK", "--within", "1", "--policy", "tova:64"], "names a size; give the kind alone"),
@@ -128,10 +131,10 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "full"], "'full' keeps everything"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "tova:8"], "names a size"),
         (["calibrate", "--average", "8", "-o", "p.json", "--policy", "best"], "best takes a profile rather than"),
-        (["calibrate", "--average", "8", "-o", "p.json", "--by", "head"], "use e.g. fade, h2o or tova-head"),
+        (["calibrate", "--average", "8", "-o", "p.json", "--by", "head"], "use fade, h2o or tova-head, or a profile"),
         (
             ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "h2o-layer"],
-            "decide together under h2o-layer",
+            "under h2o-layer they decide together",
         ),
         (
             ["calibrate", "--average", "8", "-o", "p.json", "--by", "head", "--policy", "fade", "--rounds", "1"],

@@ -160,7 +160,7 @@ def test_a_vllm_that_would_not_load_the_plugin_is_refused(served_model, started,
         serve_command(served_model(), "--policy", "tova:64")
     monkeypatch.setenv("VLLM_PLUGINS", "other,msrnn")
     monkeypatch.setattr("msrnn.vllm.plugin.entry_points", lambda group: EntryPoints())
-    with pytest.raises(Refused, match="just on the path"):
+    with pytest.raises(Refused, match=r"just on the path here; pip install \. in a clone of msrnn"):
         serve_command(served_model(), "--policy", "tova:64")
     assert not started
 
@@ -169,4 +169,5 @@ def test_without_vllm_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     monkeypatch.setattr("msrnn.cli.COMMANDS", (serve,))
     assert main(["serve", "any/model", "--policy", "tova:64"]) == 2
-    assert capsys.readouterr().err == 'msrnn: error: vLLM is not installed here; pip install "msrnn[vllm]"\n'
+    way_out = 'pip install ".[vllm]" in a clone of msrnn'
+    assert capsys.readouterr().err == f"msrnn: error: vLLM is not installed here; {way_out}\n"

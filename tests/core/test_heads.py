@@ -155,7 +155,7 @@ def test_text_and_averages() -> None:
 
 @pytest.mark.parametrize("kind", ["tova", "h2o-layer", "tova-query-head"])
 def test_heads_that_decide_together_have_no_budgets_of_their_own(kind: str) -> None:
-    with pytest.raises(ValueError, match="KV heads of a layer do not decide alone under"):
+    with pytest.raises(ValueError, match=f"KV heads decide alone, and under {kind} they decide together"):
         per_layer(kind, [[4, 8]])
 
 

@@ -56,7 +56,9 @@ def test_what_cannot_be_run_is_refused_in_one_line(table, reason):
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
+    with pytest.raises(
+        ValueError, match=r"none.toml cannot be read: No such file.*; experiments/ has those of the paper"
+    ):
         read_experiment(tmp_path / "none.toml", tasks.settings())
     (tmp_path / "bad.toml").write_text("task = ")
     with pytest.raises(ValueError, match=r"bad.toml is not TOML"):

@@ -227,7 +227,7 @@ def test_a_state_whose_step_was_cut_off(model: LlamaForCausalLM, tmp_path: Path)
         lambda: state.save(tmp_path / "state"),
         lambda: rnn.step(IDS, state),
     ):
-        with pytest.raises(msrnn.StateError, match="cut off, begin again"):
+        with pytest.raises(msrnn.StateError, match="If that step failed, begin again"):
             use()
     got, after = rnn.step(IDS[:, 10:], fork)
     assert torch.equal(got, want)

@@ -199,7 +199,7 @@ def test_a_second_model_in_the_same_process_has_its_own(monkeypatch: pytest.Monk
         ("toav:64MiB", "did you mean 'tova"),
         ("tova:64MiB,kv=int3", "unknown kv format 'int3'"),
         ("tova:64MiB,last=3/2", "last slots are protected, more than the capacity"),
-        ("tova:64MiB,profile=HEADS", "do not decide alone under tova"),
+        ("tova:64MiB,profile=HEADS", "KV heads decide alone, and under tova they decide together; use fade"),
         ("tova:64MiB,profile=HAND", "has no curves, so its capacities do not scale to a number of bytes; write"),
         ("tova:64MiB,profile=OTHER", "the plan has 2 layers, the model 3"),
         ("tova:64MiB,profile=nowhere", "profile nowhere cannot be read"),

@@ -244,6 +244,12 @@ def test_wrong_names(name, part):
     assert models.WAYS in message
 
 
+def test_a_configuration_that_is_not_found_has_the_same_advice():
+    message = complaint(models.config, "nobody/no-such-model")
+    assert "cannot read the configuration of 'nobody/no-such-model'" in message
+    assert f"; check the name, the files and the connection, or give {models.WAYS}" in message
+
+
 def test_folder_without_a_model(tmp_path):
     assert "no config.json" in complaint(models.load, tmp_path)
 

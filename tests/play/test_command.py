@@ -20,7 +20,7 @@ from tests.support import tiny_eval
     "options, words",
     [
         (["--policy", "tovva:9"], "did you mean 'tova:9'"),
-        (["--policy", "full"], "full forgets nothing"),
+        (["--policy", "full"], "full forgets nothing; give a bounded policy, e.g. tova:256"),
         (["--policy", "tova:9,profile=nowhere.json"], "unknown profile"),
         (["--profile", "nowhere.json", "--policy", "tova:9,profile=nowhere.json"], "nowhere.json"),
         (["--port", "99999"], "ports end at 65535"),

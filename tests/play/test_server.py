@@ -90,7 +90,7 @@ def test_nothing_but_the_page_is_served(client, path):
         ({"policies": ["tova:3GiB"]}, "a state of 3.0 GiB is more than the 2.0 GiB allowed here"),
         ({"policies": ["best:3GiB"]}, "a state of 3.0 GiB is more than the 2.0 GiB allowed here"),
         ({"policies": ["tovva:3KiB"]}, "did you mean 'tova"),
-        ({"policies": ["full"]}, "full forgets nothing"),
+        ({"policies": ["full"]}, "full forgets nothing; give a bounded policy, e.g. tova:256"),
         ({"policies": ["./rule.py:8"]}, "names a file"),
         ({"policies": ["tova:8,profile=/etc/passwd"]}, "unknown profile"),
         ({"policies": []}, "one or 2"),
@@ -142,7 +142,7 @@ def test_a_profile_by_kv_head(playground, profile_by_head):
         assert [len(unit["positions"]) for unit in units] == sizes
     status, answer = client("/api/runs", {"text": "the river", "policies": [f"tova:16,profile={profile_by_head}"]})
     assert status == 422
-    assert "use e.g. fade, h2o or tova-head" in answer["error"]
+    assert "under tova they decide together; use fade, h2o or tova-head, or a profile by layer" in answer["error"]
 
 
 def test_pause_step_and_play(client):

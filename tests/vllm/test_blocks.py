@@ -227,7 +227,7 @@ def test_a_plan_survives_the_environment(texts, monkeypatch):
         ("tova:1/8", "fraction"),
         ("tovva:64", "did you mean 'tova"),
         ("", "not set"),
-        ("tova:8|tova:9", "KV heads of a layer do not decide alone under tova:8"),
+        ("tova:8|tova:9", "KV heads decide alone, and under tova:8 they decide together"),
     ],
 )
 def test_what_cannot_be_served_is_refused(text, reason):

@@ -139,16 +139,22 @@ def test_a_state_without_its_tokens_is_refused(tiny: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "text, options, reason",
     [
-        (None, [], "cannot be read as UTF-8 text"),
+        (None, [], "text.txt: there is no such file; check the name"),
+        (b"\xff", [], "text.txt is not UTF-8 text: "),
         (" \n", [], "is empty"),
         ("some", ["--policy", "full"], "'full' is not bounded"),
     ],
 )
 def test_bad_input_is_one_line(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, options: list[str], reason: str
+    tiny: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str | bytes | None,
+    options: list[str],
+    reason: str,
 ) -> None:
     if text is not None:
-        (tmp_path / "text.txt").write_text(text)
+        (tmp_path / "text.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
     command = ["state", "build", tiny, "--text", str(tmp_path / "text.txt"), "-q", "--device", "cpu"]
     assert main([*command, "-o", str(tmp_path / "out.state"), *options]) == 2
     error = capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..eval.record import Record
+from ..system.extras import install
 from ..system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'msrnn[plot]'") from error
+        raise ImportError(f"drawing needs matplotlib; {install('plot')}") from error
     return Figure((width, height), layout="constrained")  # drawn by Agg, whatever backend the user has
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..system.downloads import Unavailable, cache_folder, download
+from ..system.extras import install
 from ..system.files import write_text
 
 NAME = "averaged_perceptron_tagger_eng"
@@ -37,7 +38,7 @@ def load_tagger() -> Any:
     try:
         from nltk.tag.perceptron import PerceptronTagger
     except ImportError as error:
-        raise TaggerError("word classes need NLTK: pip install 'msrnn[words]'") from error
+        raise TaggerError(f"word classes need NLTK; {install('words')}") from error
     data = tagger_data()
     tagger = PerceptronTagger(load=False)
     tagger.model.weights, tagger.tagdict, tagger.classes = data["weights"], data["tagdict"], set(data["classes"])

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights: speed does not depend on the weights."""
+"""Models of a given shape with random weights."""
 
 from __future__ import annotations
 

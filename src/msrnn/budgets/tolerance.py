@@ -19,7 +19,10 @@ class Tolerance:
         """`0.4` (points) or `5%`."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
         if not match or float(match[1]) <= 0:
-            raise ValueError(f"{text!r} is no bound; write perplexity points (0.4) or a share of the full one's (5%)")
+            raise ValueError(
+                f"--within {text!r} is not a tolerance above 0; write perplexity points (0.4) or a share of full "
+                "attention's perplexity (5%)"
+            )
         value = float(match[1])
         return cls(share=value / 100) if match[2] else cls(points=value)
 

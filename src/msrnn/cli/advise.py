@@ -43,7 +43,12 @@ largest batches, from the bytes a step must read and nothing else; not timed her
 def add(commands: Commands) -> None:
     parser = commands.add_parser("advise", help="the capacity a text needs", description=_ABOUT, epilog=_EXAMPLES)
     options.add_model_argument(parser)
-    parser.add_argument("--within", required=True, metavar="X", help="perplexity points (0.4) or per cent (5%%)")
+    parser.add_argument(
+        "--within",
+        required=True,
+        metavar="X",
+        help="how much worse than full attention is acceptable: perplexity points (0.4) or per cent (5%%)",
+    )
     kinds = "a policy without a size: best, tova, h2o-layer, tova,profile=FILE; may be repeated"
     parser.add_argument("--policy", action="append", metavar="KIND", help=f"{kinds} (default: {', '.join(KINDS)})")
     parser.add_argument("--memory", metavar="SIZE", help="for weights and states, e.g. 24GiB (default: the device's)")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Memory, largest batch and speed of bounded states on this machine, against the same engine with a full cache. The
-weights are random: speed does not depend on them. Kernels are checked first; where one is wrong, no speed is printed.
+weights are random. Decoding speed does not depend on them; prefill is slower than with trained weights, as flat
+attention is the scan's worst case. Kernels are checked first; where one is wrong, no speed is printed.
 """
 _EXAMPLES = """\
 parts:
@@ -52,24 +53,40 @@ def add(commands: Commands) -> None:
         help="what to measure (default: table same prefill)",
     )
     parser.add_argument("--policy", nargs="+", metavar="POLICY", help="default: tova at 1/16 to 1/2 of the context")
-    parser.add_argument("--context", type=integer(2), metavar="N", help="tokens when decoding (default: 4096)")
-    parser.add_argument("--batch", type=integer(1), nargs="+", metavar="N", help="default: 1 48; of prompts: 1 8 32 64")
+    parser.add_argument(
+        "--context", type=integer(2), metavar="N", help="tokens of context when decoding (default: 4096; tiny: 64)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=integer(1),
+        nargs="+",
+        metavar="N",
+        help="batch sizes (default: 1 48 for decoding, 1 8 32 64 for prompts; tiny: 1 4)",
+    )
     parser.add_argument(
         "--length",
         type=integer(1),
         nargs="+",
         metavar="N",
-        help="prompts (default: 1024 4096 16384 65536 131072)",
+        help="prompt lengths (default: 1024 4096 16384 65536 131072; tiny: 64)",
     )
     parser.add_argument(
         "--most",
         type=integer(1),
         default=2**17,
         metavar="N",
-        help="tokens of all prompts at once; lengths and batches that come to more are left out (default: 131072)",
+        help="leave out prompts with more tokens than this in all, length x batch (default: 131072)",
     )
-    parser.add_argument("--chunk", type=integer(1), default=256, metavar="N", help="of a prompt (default: 256)")
-    parser.add_argument("--runs", type=integer(1), default=5, metavar="N", help="per figure (default: 5)")
+    parser.add_argument(
+        "--chunk",
+        type=integer(1),
+        default=256,
+        metavar="N",
+        help="prompt tokens per scan; pipelined prefill has chunks of its own (default: 256)",
+    )
+    parser.add_argument(
+        "--runs", type=integer(1), default=5, metavar="N", help="timed runs; the median counts (default: 5)"
+    )
     parser.add_argument("--compiled", action="store_true", help="let torch.compile fuse small operations")
     parser.add_argument("--dtype", choices=options.DTYPES[1:], help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)")

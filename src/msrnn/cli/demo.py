@@ -32,6 +32,7 @@ from ..plan import Plan
 from ..policy import split_policy
 from ..rnn import PIECE
 from ..system import console
+from ..system.extras import install
 from ..system.sizes import human
 from ..system.text import read_blocks
 from .demo_measure import Row, Turn, measure
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m msrnn.cli.demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="a hub name, a folder or a .gguf file (default: the small bundled model)")
+    parser.add_argument("--model", help="a hub name, a folder or a .gguf file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", help="where it runs, e.g. cuda (default: the CPU)")
     parser.add_argument("--policy", action="append", help=f"one row each (default: {' '.join(POLICIES)})")
     parser.add_argument("--text", type=Path, help="a text file of your own instead of Python's documentation")
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace) -> None:
     print(_answers(options.question, rows))
     if trace is not None:
         print(_oldest_held(trace, tokenizer))
-    print(f"\nThe picture: {picture}" if picture else "\nNo picture: pip install 'msrnn[plot]' for one.")
+    print(f"\nThe picture: {picture}" if picture else f"\nNo picture: {install('plot')} for one.")
     print(NEXT.format(seconds=seconds))
 
 

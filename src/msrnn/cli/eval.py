@@ -39,7 +39,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("experiment", metavar="FILE", help="a TOML file, e.g. experiments/pg19.toml")
     parser.add_argument("--data", metavar="FOLDER", help="where the texts are (default: the datasets library)")
     parser.add_argument("--out", metavar="FILE", help="where records go (default: results/NAME.jsonl)")
-    parser.add_argument("--limit", type=integer(1), metavar="N", help="N samples at most, from all groups")
+    parser.add_argument(
+        "--limit", type=integer(1), metavar="N", help="at most N samples, spread over books or documents"
+    )
     parser.add_argument("--batch", type=integer(1), metavar="N", help="samples at once")
     parser.add_argument("--minutes", type=number(0), metavar="X", help="start no new batch after this time")
     parser.add_argument(

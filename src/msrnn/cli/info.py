@@ -9,7 +9,9 @@ from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ..budgets.profile import shipped_profiles
 from ..plan import HeadPolicies, LayerPolicy, parts
+from ..policy import PRESETS
 from . import options
 from .argument_parser import Commands
 from .session import config_dtype, policy_text, silence_transformers
@@ -22,7 +24,10 @@ _ABOUT = """\
 What a policy costs on a model: bytes of state per sequence, and how many sequences fit into a given memory, against a
 full cache. Only the model's configuration is read, not its weights.
 """
-_EXAMPLES = """\
+_EXAMPLES = f"""\
+policies: best, {", ".join(PRESETS)} (docs/budgets.md)
+profiles that ship: {", ".join(shipped_profiles())}
+
 examples:
   msrnn info tova:512
   msrnn info best:256

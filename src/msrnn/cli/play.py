@@ -16,7 +16,7 @@ POLICY = "tova:256"
 _ABOUT = """\
 Open a page in the browser and watch a transformer forget: text streams in, tokens fade as each layer drops them, and
 memory stays flat while a full cache grows. The server runs on this machine and is for this machine, unless --host says
-otherwise; nothing is loaded from anywhere else. Ctrl-C ends it.
+otherwise. The page loads nothing from elsewhere. Ctrl-C ends it.
 """
 _MORE = """\
 examples:

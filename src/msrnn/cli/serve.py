@@ -11,6 +11,7 @@ from typing import Any
 
 from ..plan import Plan
 from ..system.console import note
+from ..system.extras import install
 from . import options
 from .argument_parser import Commands, Parser
 from .server_process import run_server
@@ -20,7 +21,8 @@ from .vllm_options import VllmOptions, vllm_length
 _ABOUT = """\
 Serve a model over HTTP with vLLM, every request in a state of fixed size: as many run at once as states fit into the
 memory, whatever the length of their texts. Before it starts, it says what a request takes. Any option of `vllm serve`
-may follow; those that a bounded state cannot support are refused by name. Needs `pip install "msrnn[vllm]"`.
+may follow; those that a bounded state cannot support are refused by name. Needs `pip install ".[vllm]"` in a clone of
+msrnn.
 """
 _EXAMPLES = """\
 examples:
@@ -50,7 +52,7 @@ def run(arguments: Namespace) -> None:
     rest = _parse_own_options(arguments)
     options.check_policy(arguments)
     if find_spec("vllm") is None:
-        raise ValueError('vLLM is not installed here; pip install "msrnn[vllm]"')
+        raise ValueError(f"vLLM is not installed here; {install('vllm')}")
     from ..vllm import plugin, settings
 
     plugin.check_version(plugin.vllm_version())
@@ -71,13 +73,14 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         action="append",
         metavar="NAME=FILE",
-        help="requests whose prompt begins with what this state has read start from it (msrnn state build); repeatable",
+        help="a state saved by msrnn state build: requests whose prompt begins with its text start from it; repeatable",
     )
     parser.add_argument(
         "--prefix-pool",
         metavar="SIZE",
-        help="host memory for states of earlier prompts, from which requests that begin alike start; 0: none "
-        "(default: 4GiB or an eighth of the memory on a CPU; none on a GPU, where it slows prompts that share nothing)",
+        help="host memory for states of earlier prompts, so that requests with the same beginning do not read it "
+        "again; 0 turns it off (default: 4GiB, or an eighth of the memory if less, on a CPU; 0 on a GPU, where it "
+        "slows prompts that share nothing)",
     )
 
 

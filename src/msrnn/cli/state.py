@@ -23,11 +23,13 @@ examples:
 
 
 def add(commands: Commands) -> None:
-    about = "save the state after a text, for a server's requests to start from"
+    about = "read a text once and save the state, for msrnn serve --prefix"
     parser = commands.add_parser("state", help=about, description=_ABOUT, epilog=_EXAMPLES)
     subcommands = parser.add_subparsers(metavar="build", required=True, parser_class=Parser, help=about)
     build = subcommands.add_parser("build", description=_ABOUT, epilog=_EXAMPLES)
-    build.add_argument("model", nargs="?", metavar="MODEL", help="a hub name or a folder (default: the bundled model)")
+    build.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a hub name or a folder (default: SmolLM2-135M-Instruct)"
+    )
     build.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text file")
     build.add_argument("--system", action="store_true", help="the text is a system message: in the chat template")
     build.add_argument("-o", "--output", required=True, metavar="FILE", help="where the state goes")
@@ -60,8 +62,12 @@ def run(arguments: Namespace) -> None:
 def _read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {path} cannot be read as UTF-8 text: {error}") from error
+    except FileNotFoundError:
+        raise ValueError(f"--text {path}: there is no such file; check the name") from None
+    except OSError as error:
+        raise ValueError(f"--text {path} cannot be read: {error.strerror or error}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path} is not UTF-8 text: {error}; convert it, e.g. with iconv") from error
     if not text.strip():
         raise ValueError(f"--text {path} is empty; give at least one word")
     return text

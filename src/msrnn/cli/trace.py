@@ -56,8 +56,9 @@ def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     if not (arguments.output or arguments.html):
         raise ValueError("one of these is required: -o/--output FILE, --html FILE")
-    for path in filter(None, (arguments.output, arguments.html)):
-        options.check_output_file(path)
+    for option, path in (("--output", arguments.output), ("--html", arguments.html)):
+        if path:
+            options.check_output_file(path, option)
     prompt = open_prompt(arguments)
     rnn, tokenizer = load_rnn(arguments)
     total = prompt.estimate_tokens(tokenizer)

@@ -37,7 +37,7 @@ LONG = 49152  # tokens from which on it pays to capture the pipeline's graphs fo
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine runs; None is what is fastest here, and results do not depend on any of it but by rounding.
+    """How the engine runs; None is the default for the device. Results depend on these by rounding only.
 
     `chunk`: tokens of a prompt whose evictions are one scan. `piece`: tokens per forward while reading. `cuda_graphs`:
     a step is one graph (None: on a GPU). `compile`: torch.compile fuses what lies between the matmuls.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..system.extras import install
 from .record import json_object
 
 LAYOUT = "pg19/*.txt, squality/*.jsonl, qasper/*.jsonl"
@@ -135,8 +136,8 @@ def _hub(name: str) -> Iterator[dict[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"{name} comes from the datasets library, which is not here; pip install 'msrnn[eval]', or give --data "
-            f"FOLDER with {LAYOUT}"
+            f"{name} comes from the datasets library, which is not here; {install('eval')}, or give --data FOLDER "
+            f"with {LAYOUT}"
         ) from error
     path, config, split = HUB[name]
     try:

@@ -126,7 +126,8 @@ def read_experiment(path: str | Path, tasks: Mapping[str, type]) -> Experiment:
     try:
         table = tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"experiment {path} cannot be read: {error.strerror or error}") from error
+        example = "experiments/ has those of the paper, e.g. experiments/pg19.toml"
+        raise ValueError(f"experiment {path} cannot be read: {error.strerror or error}; {example}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     return make_experiment(table, tasks, str(path))

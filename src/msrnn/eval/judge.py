@@ -6,6 +6,8 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from ..system.extras import install
+
 VERDICTS = ("wins", "ties", "losses")
 _BOTH_SIDES: dict[tuple[str | None, ...], str] = {
     ("A", "B"): "wins",
@@ -43,7 +45,7 @@ class Judge:
         try:
             from openai import OpenAI
         except ImportError as error:
-            raise ValueError("a judge needs the package openai; pip install 'msrnn[judge]'") from error
+            raise ValueError(f"a judge needs the package openai; {install('judge')}") from error
         self.model = model
         self.client: Any = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
 

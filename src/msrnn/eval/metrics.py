@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..system.extras import install
 from .statistics import Interval, bootstrap
 from .task import Metric, Sums
 
@@ -60,7 +61,7 @@ def _scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ValueError(f"ROUGE needs the package {error.name}; pip install 'msrnn[eval]'") from error
+        raise ValueError(f"ROUGE needs the package {error.name}; {install('eval')}") from error
     return RougeScorer(list(ROUGE), use_stemmer=False)
 
 

@@ -154,7 +154,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.slots is None:
             return key.shape[1], (key.shape[3], value.shape[3]), key.dtype
         parts = parts_of(self.slots)
-        dtype = key.dtype if self.slots.kv else parts[0].keys.dtype  # codes serve any dtype
+        dtype = key.dtype if parts[0].serves(key.dtype) else parts[0].sums or parts[0].keys.dtype
         return sum(part.keys.shape[1] for part in parts), self.slots.sizes, dtype
 
     def get_seq_length(self) -> int:
@@ -287,7 +287,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if self.calls == 0:
             raise BoundIgnored(
-                "this call does not run on msrnn's attention, which would ignore the bound: call the model itself, "
+                "msrnn's attention does not run in this call, so the bound would be ignored: call the model itself, "
                 "model(...) or model.generate(...), with a cache made for it by msrnn.cache(model, policy)"
             )
         return cast("tuple[Tensor, Tensor]", super().update(key_states, value_states, layer_idx, *args, **kwargs))

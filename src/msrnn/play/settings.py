@@ -105,7 +105,8 @@ def check_policy(text: Any, limits: Limits, profiles: tuple[str, ...], rules: tu
         return
     size = check_size(text, length=limits.tokens)
     if size is None:
-        raise Refused("full forgets nothing; choose a bounded policy here and tick “compare with full attention”")
+        way_out = "give a bounded policy, e.g. tova:256 (the page can compare it with full attention)"
+        raise Refused(f"full forgets nothing; {way_out}")
     if size.unit == "bytes" and size.number > limits.state:
         raise Refused(f"{text!r}: a state of {human(size.number)} is more than the {human(limits.state)} allowed here")
     if size.unit == "slots" and size.number > limits.capacity:

@@ -76,7 +76,10 @@ def check_entry_point() -> None:
     if allowed is not None and "msrnn" not in allowed.split(","):
         raise Refused(f"VLLM_PLUGINS={allowed!r} keeps msrnn out of vLLM; add msrnn to it, or unset it")
     if "msrnn" not in entry_points(group="vllm.general_plugins").names:
-        raise Refused("vLLM finds msrnn only where it is installed, and it is just on the path here; pip install msrnn")
+        raise Refused(
+            "vLLM finds msrnn only where it is installed, and it is just on the path here; pip install . in a clone of "
+            "msrnn"
+        )
 
 
 def check_version(version: str) -> None:
