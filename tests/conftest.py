@@ -11,6 +11,14 @@ from transformers import LlamaForCausalLM
 
 from tests.support.models import tiny_llama
 
+try:
+    from hypothesis import settings
+except ImportError:  # vLLM's environment has none
+    pass
+else:  # examples take longer on a busy machine, and where something is compiled; CI's own settings stay otherwise
+    settings.register_profile("any machine", settings(), deadline=None)
+    settings.load_profile("any machine")
+
 Llama = Callable[..., LlamaForCausalLM]
 
 

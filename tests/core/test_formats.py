@@ -52,7 +52,7 @@ def test_4_bits_in_groups_of_32() -> None:
     assert torch.equal(decoded, value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     size=st.sampled_from([4, 20, 64, 80]),

@@ -104,7 +104,7 @@ def check_row(row: int, out: Tensor, state: Slots, deaths: dict, ref: reference.
 
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("prompt", ["recurrent", "oneshot"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(case=cases())
 def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
     heads, kv_heads = case["groups"]
@@ -128,7 +128,7 @@ def test_chunked_equals_reference(scan: str, prompt: str, case: dict) -> None:
 
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("prompt", ["recurrent", "oneshot"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(), data=st.data())
 def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.DataObject) -> None:
     """Rows with padding anywhere (left, right, between) equal their own single runs without it."""

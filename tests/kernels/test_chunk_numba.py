@@ -91,7 +91,7 @@ def assert_same(one: Slots, two: Slots) -> None:
         torch.testing.assert_close(other, tensor, rtol=0, atol=1e-9, msg=name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     text=st.sampled_from(POLICIES),

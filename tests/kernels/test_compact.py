@@ -57,7 +57,7 @@ def test_evicted_columns_become_empty_where_nothing_moves(compact: Compact, end:
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**20),
     batch=st.integers(1, 2),

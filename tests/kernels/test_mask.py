@@ -41,7 +41,7 @@ def test_exponentials_by_hand(mask: Mask) -> None:
     torch.testing.assert_close(total[0, :, :, 0], torch.tensor([[4.0, 11.0], [3 + torch.e, 10 + torch.e]]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**20),
     batch=st.integers(1, 2),

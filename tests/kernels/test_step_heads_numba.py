@@ -110,7 +110,7 @@ def assert_same_newcomer(one: Layer, two: Layer) -> None:
         assert all(map(torch.equal, ours.stored, theirs.stored))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     kind=st.sampled_from(KINDS),

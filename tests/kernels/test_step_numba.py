@@ -80,7 +80,7 @@ def assert_same_newcomer(one: Slots, two: Slots) -> None:
         torch.testing.assert_close(one.gains, two.gains, rtol=1e-5, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     kind=st.sampled_from(KINDS),
