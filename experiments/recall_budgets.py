@@ -20,9 +20,9 @@ Curve = list[list[float]]  # losses by size, as profiles have them
 
 
 def mean(one: Curve, other: Curve) -> Curve:
-    """Each with the same weight; behind the end of the first there is no loss."""
-    losses = dict(map(tuple, one))
-    return [[size, (losses.get(size, 0.0) + loss) / 2] for size, loss in other]
+    """Each with the same weight, at the sizes of the other; behind its end the first has no loss."""
+    sizes, losses = np.array(sorted(one)).T
+    return [[size, (float(np.interp(np.log(size), np.log(sizes), losses, right=0)) + loss) / 2] for size, loss in other]
 
 
 def both(recall: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def both(recall: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
     curves = [[mean(*pair) for pair in zip(*heads, strict=True)] for heads in layers]
     average = recall["average"]
     sums = {"for": "both", "curves": curves, "capacities": allocate_average(curves, average)}
-    return {name: entry for name, entry in recall.items() if name != "losses"} | sums
+    return {name: entry for name, entry in recall.items() if name not in ("losses", "allocations")} | sums
 
 
 def show(path: str, average: int) -> None:
@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     parser.add_argument("--show", type=int, metavar="AVERAGE", help="slots of a KV head on average")
     arguments = parser.parse_args()
+    if not (arguments.show or arguments.out):
+        parser.error("give -o FILE, or --show AVERAGE")
     if arguments.show:
         show(arguments.profile, arguments.show)
     if arguments.out:

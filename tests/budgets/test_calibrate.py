@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import msrnn
+from msrnn.budgets.allocate import allocate
 from msrnn.budgets.calibrate import (
     Meter,
     Settings,
@@ -64,6 +65,19 @@ def test_curves_shrink_one_layer_each(meter: Meter) -> None:
     assert [sorted(curve) for curve in result] == [[4, 8, 16, 32]] * 3
     assert result[1][8] == pytest.approx(meter.loss((None, 8, None)) - floor)
     assert result[0][4] != result[2][4]
+
+
+def test_for_recall_a_layer_may_be_given_the_whole_chunk(llama: Any, tmp_path: Path) -> None:
+    """One that retrieves may lose as much with half of a chunk as with few tokens: its curve ends at no loss."""
+    counted = torch.zeros(2, 63, dtype=torch.bool)
+    counted[:, 50:54] = True
+    meter = Meter(llama(), chunks_of(text(128), 64, 2), QUICK, tmp_path / "measured.jsonl", "recall", counted)
+    assert [sorted(curve) for curve in layer_curves(meter)] == [[4, 8, 16, 32, 64]] * 3
+    assert [curve[64] for curve in layer_curves(meter)] == [0.0] * 3
+    assert sum(calibrate(meter, [20], {}, "")["capacities"]) == 60
+    assert (64, None, None) not in meter.measurements, "it is known to lose nothing"
+    retrieves = {4: 0.3, 8: 0.3, 16: 0.3, 32: 0.3, 64: 0.0}
+    assert allocate([retrieves, {4: 0.02, 8: 0.01, 16: 0.0, 64: 0.0}], 80) == [64, 16]
 
 
 def test_joint_moves_keep_the_sum_and_never_make_it_worse(meter: Meter) -> None:

@@ -39,10 +39,10 @@ def head_curves(meter: Meter) -> HeadCurves:
     estimates = [_chunk_losses(meter, number) for number in range(len(meter.chunks))]
     alone, together = (np.mean([chunk[name] for chunk in estimates], axis=0).tolist() for name in _ESTIMATES)
     sizes, curves = meter.settings.grid, list[list[dict[int, float]]]()
-    whole = None if meter.goal == "perplexity" else meter.chunks.shape[1]
     for layer, singles, shares in zip(geometry(meter.model), alone, together, strict=True):
         losses = [combine(one, other, sizes) for one, other in zip(singles, shares, strict=True)]
-        curves.append([continued(dict(zip(sizes, head, strict=True)), layer.window, whole) for head in losses])
+        end = min((size for size in (layer.window, meter.whole) if size is not None), default=None)
+        curves.append([continued(dict(zip(sizes, head, strict=True)), end) for head in losses])
     return curves
 
 
@@ -61,18 +61,14 @@ def _chunk_losses(meter: Meter, number: int) -> dict[str, Any]:
     return losses
 
 
-def continued(curve: dict[int, float], window: int | None, whole: int | None = None) -> dict[int, float]:
-    """A curve to twice its largest size, falling as it did before; or up to the layer's sliding window.
+def continued(curve: dict[int, float], end: int | None) -> dict[int, float]:
+    """A curve to `end`, with which nothing is lost; if there is no end, to twice its largest size, falling as before.
 
-    A head that needs more than the largest size measured is worth it: most others need far fewer. For recall, one that
-    retrieves may lose as much with half of a chunk's tokens as with few: there the curve ends at `whole`, the tokens of
-    a chunk, with no loss.
+    A head that needs more than the largest size measured is worth it: most others need far fewer.
     """
-    if window is not None:
-        return {size: _rounded(loss) for size, loss in curve.items() if size < window} | {window: 0.0}
     points = non_increasing(curve)
-    if whole is not None:
-        points = [point for point in points if point[0] < whole] + [(whole, 0.0)]
+    if end is not None:
+        points = [point for point in points if point[0] < end] + [(end, 0.0)]
     elif len(points) > 1:
         (low, before), (high, last) = points[-2:]
         fall = (last / before) ** (log(2) / log(high / low)) if before > 0 else 0.0

@@ -103,9 +103,18 @@ class Meter:
     ) -> None:
         self.model, self.chunks, self.settings, self.goal = model, chunks, settings, goal
         self.counted = second_half(chunks) if counted is None else counted
-        self.limits = [min(settings.grid[-1], layer.window or settings.grid[-1]) for layer in geometry(model)]
+        most = settings.grid[-1] if self.whole is None else self.whole
+        self.limits = [min(most, layer.window or most) for layer in geometry(model)]
         self.measurements = Measurements(path, self.conditions())
         self.on_measured: OnMeasured = lambda description, loss: None
+
+    @property
+    def whole(self) -> int | None:
+        """For recall, the tokens of a chunk, with which nothing is lost: there curves end.
+
+        A layer that retrieves may lose as much with half of them as with few.
+        """
+        return None if self.goal == "perplexity" else self.chunks.shape[1]
 
     def conditions(self) -> dict[str, Any]:
         """Everything that a measurement depends on, except the capacities."""
@@ -147,7 +156,10 @@ class Meter:
 
 
 def layer_curves(meter: Meter) -> list[dict[int, float]]:
-    """capacity -> loss over full, one curve per layer, the others full. A layer's own sliding window costs nothing."""
+    """capacity -> loss over full, one curve per layer, the others full. A layer's own sliding window costs nothing.
+
+    Nor does a whole chunk, where the profile is for recall.
+    """
     layers = len(meter.limits)
     full_loss = meter.loss((None,) * layers, "full")
     curves = []
