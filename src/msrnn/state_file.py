@@ -150,8 +150,9 @@ def _check_shape(path: str | Path, index: int, parts: Sequence[Slots], layer: Ge
         raise StateError(f"{path} cannot be used: layer {index} has {shape} heads and their size, the model {ours}")
     if any(part.sizes != slots.sizes or part.keys.dtype != slots.keys.dtype for part in parts):
         raise StateError(f"{path} cannot be used: the KV heads of layer {index} are not alike")
-    if slots.kv is None and slots.keys.dtype != cache.model.dtype:
-        raise StateError(f"{path} cannot be used: layer {index} is {slots.keys.dtype}, not {cache.model.dtype}")
+    if not all(part.serves(cache.model.dtype) for part in parts):
+        dtype = slots.sums if slots.kv else slots.keys.dtype
+        raise StateError(f"{path} cannot be used: layer {index} is {dtype}, not {cache.model.dtype}")
 
 
 def _policies(path: str | Path, text: str) -> list[LayerPolicy]:

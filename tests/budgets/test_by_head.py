@@ -53,10 +53,9 @@ def test_the_end_of_a_curve() -> None:
     """For perplexity it falls on as before; for recall a whole chunk loses nothing, though half of it may not help."""
     flat, falling = {4: 2.0, 8: 2.0, 16: 2.0}, {4: 2.0, 8: 1.0, 16: 0.5}
     assert continued(falling, None) == {4: 2.0, 8: 1.0, 16: 0.5, 32: 0.25}
-    assert continued(falling, None, 64) == {4: 2.0, 8: 1.0, 16: 0.5, 64: 0.0}
-    assert continued(falling, None, 16) == {4: 2.0, 8: 1.0, 16: 0.0}
-    assert continued(falling, 16, 64) == {4: 2.0, 8: 1.0, 16: 0.0}, "a sliding window ends it"
-    assert continued(flat, None, 64)[64] == 0, "so a head that retrieves may be given the whole chunk"
+    assert continued(falling, 64) == {4: 2.0, 8: 1.0, 16: 0.5, 64: 0.0}
+    assert continued(falling, 16) == {4: 2.0, 8: 1.0, 16: 0.0}
+    assert continued(flat, 64)[64] == 0, "so a head that retrieves may be given the whole chunk"
 
 
 @pytest.mark.parametrize("goal", ["recall", "both"])

@@ -37,7 +37,7 @@ def by_reference(policy: HeadPolicies, tokens: tuple[torch.Tensor, ...], attenti
     return torch.cat(outputs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
     capacities=st.lists(st.integers(4, 12), min_size=3, max_size=3),
@@ -62,7 +62,7 @@ def test_equals_the_definition_for_every_head(kind, capacities, length, chunk, c
     assert all(int(held) <= size for held, size in zip(slots.held[0], capacities, strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from(KINDS),
     capacities=st.lists(st.integers(4, 12), min_size=3, max_size=3),

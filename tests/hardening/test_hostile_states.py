@@ -203,6 +203,18 @@ def test_a_hostile_residual_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("policy", ["fade:10,kv=int8", "blend:10,kv=int8"])
+def test_sums_beside_codes_are_in_the_precision_of_the_model(
+    model: hf.LlamaForCausalLM, tmp_path: Path, policy: str
+) -> None:
+    rnn, path = saved(model, policy, tmp_path / "state")
+    altered(
+        path, lambda t: t.update({n: x.double() for n, x in t.items() if n.endswith(("scores", "residual", "gains"))})
+    )
+    with pytest.raises(msrnn.StateError, match=r"layer 0 is torch.float64, not torch.float32"):
+        rnn.load(path)
+
+
 @pytest.mark.parametrize(
     "about",
     [

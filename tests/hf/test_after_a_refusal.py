@@ -18,9 +18,9 @@ IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def logits_after(model: LlamaForCausalLM, *texts: Tensor) -> Tensor:
+def logits_after(model: LlamaForCausalLM, *texts: Tensor, policy: str = "tova:6") -> Tensor:
     """Those of the last of the texts that a new cache reads."""
-    cache = msrnn.cache(model, "tova:6")
+    cache = msrnn.cache(model, policy)
     return [model(text, past_key_values=cache).logits for text in texts][-1]
 
 
@@ -46,17 +46,19 @@ def test_a_refused_call_leaves_the_cache_as_it_was(llama, case: str) -> None:
     assert torch.equal(logits, logits_after(model, IDS, IDS[:, :3]))
 
 
+@pytest.mark.parametrize("policy", ["tova:6", "fade:6,kv=int8", "blend:6,kv=k8v4"])
 @torch.no_grad()
-def test_a_refused_dtype_leaves_the_cache_as_it_was(llama) -> None:
+def test_a_refused_dtype_leaves_the_cache_as_it_was(llama, policy: str) -> None:
+    """Codes would fit any dtype, the scores beside them do not."""
     model = llama()
-    cache = msrnn.cache(model, "tova:6")
+    cache = msrnn.cache(model, policy)
     model(IDS, past_key_values=cache)
     model.double()
     with pytest.raises(ValueError, match=r"holds torch.float32, torch.float64 was given"):
         model(IDS[:, :3], past_key_values=cache)
     model.float()
     logits = model(IDS[:, :3], past_key_values=cache).logits
-    assert torch.equal(logits, logits_after(model, IDS, IDS[:, :3]))
+    assert torch.equal(logits, logits_after(model, IDS, IDS[:, :3], policy=policy))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """A layer's memory as all who run a model see it: slots that its heads share, or slots of its own for every KV head.
 
 Where KV heads have budgets of their own, each goes through the recurrence alone, with the query heads that read it; the
-recurrence knows nothing of that. Compiled kernels take one token of all heads at once, and a GPU reads prompts by groups
-of heads (`head_groups.py`).
+recurrence knows nothing of that. Compiled kernels take one token of all heads at once; a GPU reads prompts by groups of
+heads (`head_groups.py`).
 """
 
 from __future__ import annotations

@@ -171,6 +171,18 @@ class Slots:
         return "k8v4" if self.values.dtype == torch.uint8 else "int8"
 
     @property
+    def sums(self) -> torch.dtype | None:
+        """The dtype of scores, gains, a rule's memory and the residual; None where there are none of them."""
+        stored = (self.scores, self.gains, self.memory, self.residual)
+        return next((tensor.dtype for tensor in stored if tensor is not None), None)
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether a model of this dtype can go on from here: codes fit any, what is summed up beside them does not."""
+        if self.kv is None:
+            return self.keys.dtype == dtype
+        return self.sums in (None, torch.promote_types(dtype, torch.float32))
+
+    @property
     def filled(self) -> int:
         """Slots at or past this one are empty in every row."""
         if self.limit is None:
