@@ -65,8 +65,7 @@ def attention_of(
     window: int | None = None,
 ) -> Attention:
     """The attention of a layer of which this process holds `heads` query heads."""
-    processes: int = get_tensor_model_parallel_world_size()
-    if processes == 1 or not decides_together(policy, window):
+    if not decides_together(policy, window) or (processes := get_tensor_model_parallel_world_size()) == 1:
         return Attention(scale, softcap, window, sinks)
     if sinks is not None:
         check_sinks(policy, window, processes)
