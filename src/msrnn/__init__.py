@@ -1,4 +1,4 @@
-"""msrnn: any Hugging Face decoder LLM as a bounded multi-state RNN, with a memory of at most k tokens per layer.
+"""msrnn: Hugging Face decoder LLMs as bounded multi-state RNNs, with a memory of at most k tokens per layer.
 
 model, tokenizer = msrnn.load()
 model.generate(**inputs, past_key_values=msrnn.cache(model, "tova:512"))
