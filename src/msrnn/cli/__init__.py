@@ -15,8 +15,8 @@ from .errors import CAUGHT, is_user_error, one_line
 
 COMMANDS = (generate, chat, play, trace, info, eval, retention, plot, report, advise, calibrate, bench, serve, state)
 _ABOUT = """\
-Run a Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy says,
-whatever the length of the text. Without --model, the small default SmolLM2-135M-Instruct is used.
+Run a Hugging Face decoder LLM as a bounded multi-state RNN: every layer keeps at most as many tokens as the policy
+says, whatever the length of the text. Without --model, the small default SmolLM2-135M-Instruct is used.
 """
 _EXAMPLES = """\
 examples:
