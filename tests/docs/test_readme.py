@@ -42,7 +42,7 @@ def test_model_families_are_named(family: str) -> None:
 
 
 def test_quality() -> None:
-    header, full, *rows = pages.tables("README.md", LOST)[0]
+    header, full, *rows, best = pages.tables("README.md", LOST)[0]
     assert len(header) == 6
     assert len(rows) == 5
     for label, *cells in [["full", *full[1:]], *rows]:
@@ -51,6 +51,11 @@ def test_quality() -> None:
             same(cell, perplexity(label, slots))
         same(key, passkey(label, 512, "passkey", 2048))
         same(fact, recall(label, 512, 4))
+    measured = [one for one in load("part/best_recall") if one["policy"] == "best:512"]
+    passkeys = [one["value"] for one in measured if one["cell"].get("kind") == "passkey"]
+    assert close(best[-2], sum(passkeys) / len(passkeys))
+    (fact,) = (one for one in measured if one["samples"] == 40 and one["cell"] == {"turns": 4})
+    same(best[-1], fact)
 
 
 def test_ruler() -> None:
