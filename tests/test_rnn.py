@@ -235,7 +235,7 @@ def test_a_file_for_something_else_is_refused(model: LlamaForCausalLM, tmp_path:
     state.save(file)
     for other, reason in (
         (msrnn.RNN(tiny(seed=1), "tova:16"), "another model"),
-        (msrnn.RNN(tiny(num_hidden_layers=2), "tova:16"), "another policy"),
+        (msrnn.RNN(tiny(num_hidden_layers=2), "tova:16"), "another model"),
         (msrnn.RNN(tiny(hidden_size=64), "tova:16"), "another model"),
         (msrnn.RNN(model, "tova:17"), "another policy: tova:16, not tova:17"),
         (msrnn.RNN(model, "tova:16", prompt="oneshot"), "another prompt mode"),

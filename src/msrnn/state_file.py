@@ -28,7 +28,7 @@ from .system.files import load_tensors, save_tensors
 _KIND = "msrnn state 2"
 _OPTIONAL = ("scales", "scores", "gains", "memory", "residual")
 _WINDOWS = "windows"  # metadata: each layer's own sliding window; files of models without any may lack it
-_OWNER = ("dtype", "policy", "prompt mode", "model")  # what a state belongs to, in the order mismatches are told in
+_OWNER = ("dtype", "model", "policy", "prompt mode")  # what a state belongs to, in the order mismatches are told in
 
 
 class StateError(ValueError):
@@ -196,7 +196,7 @@ def _slots(path: str | Path, index: int, owner: str, tensors: dict[str, Tensor],
 def _owner(cache: BoundedCache) -> dict[str, str]:
     policies = json.dumps([str(policy) for policy in cache.plan.policies])
     identity = model_identity(cache.model)
-    return dict(zip(_OWNER, (str(cache.model.dtype), policies, cache.prompt, identity), strict=True))
+    return dict(zip(_OWNER, (str(cache.model.dtype), identity, policies, cache.prompt), strict=True))
 
 
 def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
@@ -217,7 +217,7 @@ def _show(text: str) -> str:
         return _brief(text)
     if len(set(policies)) == 1:
         return _brief(policies[0])
-    return _brief(f"{len(policies)} layers, {policies[0]} to {policies[-1]}")
+    return _brief(f"{', '.join(policies)} by layer")
 
 
 def _brief(text: str) -> str:

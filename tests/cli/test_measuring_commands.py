@@ -57,6 +57,14 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
     assert json.loads(capsys.readouterr().out) == profile_file
     assert Path(f"{out}.measured.jsonl").read_text() == measured
 
+    other = [*command[: command.index("--average")], "--average", "14", *command[command.index("-o") :]]
+    assert main(other) == 0  # another average joins those that are there
+    capsys.readouterr()
+    joined = json.loads(Path(out).read_text())
+    kept = {"12": profile_file["capacities"], "16": profile_file["allocations"]["16"]}
+    assert (joined["average"], joined["allocations"]) == (14, kept)
+    Path(out).write_text(json.dumps(profile_file))
+
     use = ["generate", "Once upon", "--model", model, "--policy", "tova:12", "--profile", out, "--max-new-tokens", "3"]
     assert main([*use, "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out)["capacities"] == profile_file["capacities"]
@@ -147,6 +155,11 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
             "than the 256 tokens",
         ),
         (["calibrate", "MODEL", "--text", "SHORT", "--average", "8", "-o", "P"], "SHORT has 4 tokens"),
+        (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "BOOK"], "would replace a file that this"),
+        (
+            ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "SHORT"],
+            "is there already and is no profile",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -159,3 +172,4 @@ def test_mistakes_are_told_in_one_line(
     output = capsys.readouterr().err.strip().splitlines()
     assert reason in output[-1]
     assert output[-1].startswith("msrnn: error: ")
+    assert short.read_text() == "One two three."

@@ -97,14 +97,21 @@ def test_only_prompts_that_begin_with_it_and_go_on(state_file: Path) -> None:
     assert not prefix.matches(tokens[:3])
 
 
+AGAIN = "; build it again for this server$"
+
+
 @pytest.mark.parametrize(
     "dtype, policies, reason",
     [
-        (torch.bfloat16, ["h2o:8"], "dtype torch.float32, not torch.bfloat16"),
-        (torch.float32, ["h2o:9"], "layer 0's policy h2o:8, not h2o:9$"),
-        (torch.float32, ["h2o:8", "h2o:9"], "layer 1's policy h2o:8, not h2o:9$"),
-        (torch.float32, ["h2o:8", "h2o:4|h2o:12"], r"layer 1's policy h2o:8, not h2o:4\|h2o:12$"),
-        (torch.float32, ["h2o:8"] * 3, "number of layers 2, not 3$"),
+        (
+            torch.bfloat16,
+            ["h2o:8"],
+            "dtype torch.float32, not torch.bfloat16; serve with --dtype float32, or build it with --dtype bfloat16$",
+        ),
+        (torch.float32, ["h2o:9"], f"layer 0's policy h2o:8, not h2o:9{AGAIN}"),
+        (torch.float32, ["h2o:8", "h2o:9"], f"layer 1's policy h2o:8, not h2o:9{AGAIN}"),
+        (torch.float32, ["h2o:8", "h2o:4|h2o:12"], rf"layer 1's policy h2o:8, not h2o:4\|h2o:12{AGAIN}"),
+        (torch.float32, ["h2o:8"] * 3, f"number of layers 2, not 3{AGAIN}"),
     ],
 )
 def test_another_dtype_or_policy_is_refused(

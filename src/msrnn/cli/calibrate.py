@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..budgets.profile import check_by_head, check_policy_kind
+from ..budgets.profile import check_by_head, check_policy_kind, open_profile
 from ..policy import is_best, split_policy
 from ..system.console import note, progress, table
 from . import options
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..budgets.calibrate import Settings
+    from ..budgets.calibrate import Meter, Settings
 
 _GOALS = ("perplexity", "recall", "both")
 _ABOUT = """\
@@ -74,7 +74,8 @@ def run(arguments: Namespace) -> None:
     by_head = arguments.by == "head"
     if by_head:
         _check_by_head(arguments, kind)
-    output = options.check_output_file(arguments.output)
+    output = options.check_output_file(arguments.output, inputs=arguments.text or ())
+    earlier = _earlier(output)
     check_texts(arguments)
 
     from .. import __version__
@@ -92,9 +93,9 @@ def run(arguments: Namespace) -> None:
     chunks, text = read_chunks(arguments, model, tokenizer, arguments.chunks or default)
     chunks, counted = goal_chunks(arguments.goal, tokenizer, chunks)
     settings = _settings(arguments, kind, grid, model, chunks)
-    averages = list(dict.fromkeys(arguments.average))
-    settings.check(len(geometry(model)), chunks.shape[1], averages)
+    settings.check(len(geometry(model)), chunks.shape[1], arguments.average)
     meter = Meter(model, chunks, settings, f"{output}.measured.jsonl", arguments.goal, counted)
+    averages = list(dict.fromkeys([*arguments.average, *_earlier_averages(earlier, meter)]))
     known = len(meter.measurements.results)
     if not arguments.quiet:
         resumed = f"; {known} measurements are there already" if known else ""
@@ -111,6 +112,22 @@ def run(arguments: Namespace) -> None:
         profile = work(meter, averages, text, __version__)
     write_text(output, dump(profile))
     print(json.dumps(profile) if arguments.json else _text(profile, output))
+
+
+def _earlier(output: Path) -> dict[str, Any]:
+    """The profile that is there already; any other file is not replaced."""
+    try:
+        return open_profile(output) if output.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"--output {output} is there already and is no profile; give another name") from error
+
+
+def _earlier_averages(old: dict[str, Any], meter: Meter) -> list[int]:
+    """Those of a profile that was made in the same way: they stay in it, and are not measured again."""
+    conditions = meter.conditions()
+    ours = (meter.settings.policy, meter.goal, list(meter.settings.grid), conditions["dtype"], conditions["text"])
+    theirs = (*(old.get(name) for name in ("policy", "for", "grid", "dtype")), old.get("text", {}).get("tokens_sha256"))
+    return [row["average"] for row in old["losses"]] if ours == theirs else []
 
 
 def _settings(
@@ -162,6 +179,7 @@ def _text(profile: dict[str, Any], output: Path) -> str:
     units = "heads" if profile.get("by") == "head" else "layers"
     losses = [(row["average"], *(f"{row[name]:.4f}" for name in _COLUMNS)) for row in profile["losses"]]
     policy = split_policy(profile["policy"]).with_size(profile["average"])
+    worse = [str(row["average"]) for row in profile["losses"] if row["refined"] == row["uniform"] < row["additive"]]
     by_average = {profile["average"]: profile["capacities"]} | profile["allocations"]
     return "\n".join(
         [
@@ -169,6 +187,10 @@ def _text(profile: dict[str, Any], output: Path) -> str:
             f"for {profile['for']}",
             "loss over the full model, nats per token:",
             table(losses, tuple(title.format(units) for title in _HEADER)),
+            *(
+                f"average {each}: budgets measured worse than the same for all {units}, so all have the same"
+                for each in worse
+            ),
             *(
                 f"capacities by layer, average {average}: {' '.join(map(_sizes, capacities))}"
                 for average, capacities in by_average.items()

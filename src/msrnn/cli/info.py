@@ -159,7 +159,7 @@ def _best_rows(facts: dict[str, Any]) -> dict[str, str]:
     if "resolved" not in facts:
         return {}
     best = facts["resolved"]
-    profile = best["profile"] or "none that msrnn comes with was made for this model"
+    profile = best["profile"] or "none that msrnn comes with was made for this model, or for so few slots"
     return {
         facts["asked"]: best["policy"],
         "slots": f"{best['slots']:,} per layer on average, {best['kv']}, in at most {human(best['limit_bytes'])}",

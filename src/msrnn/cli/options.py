@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,9 +155,14 @@ def check_policy(arguments: argparse.Namespace) -> None:
         read_profile(profile)
 
 
-def check_output_file(path: str | Path, option: str = "--output") -> Path:
-    """Refuse an output file that cannot be written, before hours of work; `option` is where it was given."""
+def check_output_file(path: str | Path, option: str = "--output", inputs: Iterable[str | Path | None] = ()) -> Path:
+    """Refuse an output file that cannot be written, before hours of work, and one that would replace an input.
+
+    `option` is where it was given.
+    """
     path = Path(path)
+    if any(one and path.resolve() == Path(one).resolve() for one in inputs):
+        raise ValueError(f"{option} {path} would replace a file that this command reads or writes; give another name")
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")
     if not path.parent.is_dir():

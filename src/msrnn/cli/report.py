@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 from ..system.console import note
 from . import options
@@ -35,6 +34,7 @@ def run(arguments: Namespace) -> None:
 
     if arguments.markdown and arguments.output:
         raise ValueError("--markdown prints tables and --output is for the page; give one of them")
+    page = options.check_output_file(arguments.output or "report.html", inputs=arguments.results)
     results = open_results(arguments.results)
     if arguments.markdown:
         from ..analysis.table import tables
@@ -44,6 +44,5 @@ def run(arguments: Namespace) -> None:
     from ..analysis.report import report
     from ..system.files import write_text
 
-    page = Path(arguments.output or "report.html")
     write_text(page, report(results, title=arguments.title))
     note(f"{len(results.records):,} records and {len(results.traces)} traces in {page} ({page.stat().st_size:,} bytes)")

@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
 def run(arguments: Namespace) -> None:
     policies = list(dict.fromkeys(map(_spelling, arguments.policy or ["tova:256"])))
     texts = dict(read_text(path) for name in arguments.texts for path in text_files(name))
-    options.check_output_file(arguments.output)
+    options.check_output_file(arguments.output, inputs=arguments.texts)
 
     from ..analysis.measure import measure
     from ..eval.record import write_records

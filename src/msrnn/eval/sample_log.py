@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ..system.downloads import cache_folder
 from .record import append_lines, read_lines
 from .task import Output, Row
 
@@ -100,7 +102,17 @@ def exclusive(path: Path) -> Iterator[None]:
     """Only one process appends to a log at a time."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     try:
-        with FileLock(Path(tempfile.gettempdir()) / f"msrnn-{name}.lock", timeout=0):
+        with FileLock(_lock_folder() / f"msrnn-{name}.lock", timeout=0):
             yield
     except Timeout:
         raise ValueError(f"another process writes to {path} now; wait for it, or give another --out") from None
+
+
+def _lock_folder() -> Path:
+    """In the cache, where a user's locks are the user's own; elsewhere only if that cannot be written to."""
+    folder = cache_folder() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir())
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())

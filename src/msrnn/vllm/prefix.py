@@ -61,7 +61,11 @@ class Prefix:
         }
         for setting, (their, our) in settings.items():
             if their != our:
-                raise Refused(f"prefix {self.name}: {self.path} was made with {setting} {their}, not {our}")
+                advice = "build it again for this server"
+                if setting == "dtype":
+                    names = [one.removeprefix("torch.") for one in (their, our)]
+                    advice = f"serve with --dtype {names[0]}, or build it with --dtype {names[1]}"
+                raise Refused(f"prefix {self.name}: {self.path} was made with {setting} {their}, not {our}; {advice}")
         if self.about["weights"] != weights_digest(model, revision=revision):
             raise Refused(f"prefix {self.name}: {self.path} was made with other weights than those of {model}")
 
