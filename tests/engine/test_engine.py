@@ -283,6 +283,8 @@ def test_memory_is_that_of_the_capacity(llama):
         (lambda m: Request([1], max_new_tokens=0), "max_new_tokens is 0"),
         (lambda m: Request([1], temperature=-1), "temperature is -1"),
         (lambda m: Request([1], top_p=0), "top_p is 0"),
+        (lambda m: Request("Once upon a time"), "a prompt is a list of token ids, not 'Once upon a time'"),
+        (lambda m: Engine(m, "tova:6").generate([1, 2]), "a prompt is a list of token ids, not 1"),
         (lambda m: Request([1], top_k=0), "top_k is 0"),
         (lambda m: Engine(m, "tova:8", options=EngineOptions(chunk=0)), "chunk is 0"),
         (lambda m: Request([1], seed=-1), "seed is -1"),

@@ -29,6 +29,8 @@ class Request:
     on_read: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, str | int):
+            raise ValueError(f"a prompt is a list of token ids, not {self.prompt!r}; e.g. tokenizer(text).input_ids")
         if not len(self.prompt):
             raise ValueError("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:
