@@ -98,6 +98,17 @@ def test_layers_of_another_kind_come_first() -> None:
         model(IDS, past_key_values=cache)
 
 
+def test_a_used_cache_and_another_text(llama) -> None:
+    """Of a shorter text `generate` leaves no token; one as long comes whole, with a mask that does not fit."""
+    model = llama()
+    cache = msrnn.cache(model, "tova:6")
+    model(IDS, past_key_values=cache)
+    for text, message in (IDS[:, :5], "has read 12 tokens, so none of the given ones is new"), (IDS, "fed twice"):
+        with pytest.raises(BoundIgnored, match=message):
+            model.generate(text, past_key_values=cache, max_new_tokens=3)
+    assert torch.equal(model(IDS[:, :3], past_key_values=cache).logits, logits_after(model, IDS, IDS[:, :3]))
+
+
 @pytest.mark.parametrize("columns", [1, 11, 13, 24, 25])
 def test_masks_of_another_length(llama, columns: int) -> None:
     model = llama()

@@ -80,7 +80,7 @@ class _Switch:
     def enter(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = _bounded_cache(args, kwargs)
         if cache is not None or self.calls:
-            self._enter(module, cache)
+            self._enter(module, cache, kwargs.get("input_ids"))
 
     def leave(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.calls and _bounded_cache(args, kwargs) is not None:
@@ -92,7 +92,7 @@ class _Switch:
         return threading.get_ident() in self.calls
 
     @outside_graphs
-    def _enter(self, module: PreTrainedModel, cache: Any) -> None:
+    def _enter(self, module: PreTrainedModel, cache: Any, ids: Tensor | None) -> None:
         if self.calls:
             self._leave(module)  # a call of this module that never came to its end
         if cache is None:
@@ -100,6 +100,11 @@ class _Switch:
         if not same_shape(cache.config, self.config):
             raise BoundIgnored("this cache was made for another model; make one with msrnn.cache(model, policy)")
         cache.check()
+        if ids is not None and ids.shape[-1] == 0:  # `generate` has skipped as many tokens as the cache has read
+            raise BoundIgnored(
+                f"this cache has read {cache.get_seq_length()} tokens, so none of the given ones is new: begin another "
+                "text with a new cache, or give all that was read and what follows"
+            )
         with _lock:  # in this order: a signal between any two lines leaves nothing that `_leave` does not mend
             if self.config._attn_implementation != NAME:
                 self.before = self.config._attn_implementation
