@@ -24,6 +24,7 @@ from tests.support.oracle import positions_held, slow_attention, slow_greedy, su
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 POLICIES = ("tova:6", "window+2:6", "h2o:6", "tova-head:6")
+CODES = ("tova:6,kv=int8", "h2o:6,kv=k8v4")  # only in float64 is a code surely the definition's
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
@@ -41,7 +42,7 @@ def ragged(side: str, lengths: tuple[int, ...] = (3, 11, 7, 16)) -> tuple[list[T
     return alone, batch, mask.long()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *CODES])
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_greedy(llama, attn: str, policy: str) -> None:
     model, ids = llama(attn).double(), some_ids(14)
@@ -50,9 +51,11 @@ def test_greedy(llama, attn: str, policy: str) -> None:
     assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == want.tolist()
     assert (cache.held, cache.get_seq_length()) == (6, 33)
     assert want.tolist() != model.generate(ids, **GREEDY).tolist(), "the bound is felt"
+    if policy in CODES:
+        assert want.tolist() != slow_greedy(model, policy.split(",kv=")[0], ids, 20).tolist(), "so are the codes"
 
 
-@pytest.mark.parametrize("policy", ["tova:5", "h2o:6", "tova-head:5"])
+@pytest.mark.parametrize("policy", ["tova:5", "h2o:6", "tova-head:5", *CODES])
 def test_oneshot_prompt(llama, policy: str) -> None:
     """The prompt under full attention, then down to the capacity, as the paper's released code does."""
     model, ids = llama().double(), some_ids(14)
@@ -126,7 +129,7 @@ def replayed_beams(model: LlamaForCausalLM, policy: str, ids: Tensor, new: int, 
     return [tokens for _, tokens in found]
 
 
-@pytest.mark.parametrize("policy", ["tova:6", "h2o:6"])
+@pytest.mark.parametrize("policy", ["tova:6", "h2o:6", *CODES])
 def test_bounded_beams(llama, policy: str) -> None:
     model, ids = llama().double(), some_ids(10)
     want = replayed_beams(model, policy, ids, new=8, beams=3)
@@ -173,7 +176,7 @@ def test_streamer(llama, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache.held == 6
 
 
-@pytest.mark.parametrize("policy", ["tova:6", "h2o:6", "tova:99"])
+@pytest.mark.parametrize("policy", ["tova:6", "h2o:6", "tova:99", *CODES, "tova:99,kv=k8v4"])
 def test_several_turns_on_one_cache(llama, policy: str) -> None:
     model, text = llama().double(), some_ids(9)
     cache = msrnn.cache(model, policy)
@@ -252,7 +255,7 @@ def test_embeddings_instead_of_ids(llama) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 5}])
-@pytest.mark.parametrize("policy", [*POLICIES, "tova:99"])
+@pytest.mark.parametrize("policy", [*POLICIES, "tova:99", *CODES])
 def test_a_left_padded_batch_is_its_single_runs(llama, policy: str, options: dict) -> None:
     model = llama().double()
     alone, batch, mask = ragged("left")
@@ -264,18 +267,19 @@ def test_a_left_padded_batch_is_its_single_runs(llama, policy: str, options: dic
     assert all(layer.slots.seen.tolist() == seen for layer in cache.bounded)
 
 
-def test_a_left_padded_batch_with_a_oneshot_prompt(llama) -> None:
+@pytest.mark.parametrize("policy", ["tova:5", *CODES])
+def test_a_left_padded_batch_with_a_oneshot_prompt(llama, policy: str) -> None:
     model = llama().double()
     alone, batch, mask = ragged("left")
-    cache = msrnn.cache(model, "tova:5", prompt="oneshot")
+    cache = msrnn.cache(model, policy, prompt="oneshot")
     got = model.generate(batch, attention_mask=mask, past_key_values=cache, **GREEDY)
     for row, ids in enumerate(alone):
-        want = slow_greedy(model, "tova:5", ids, 20, prompt="oneshot")
+        want = slow_greedy(model, policy, ids, 20, prompt="oneshot")
         assert got[row, 16:].tolist() == want[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("piece", [16, 5, 1])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *CODES])
 @torch.no_grad()
 def test_a_right_padded_batch_is_its_single_runs(llama, policy: str, piece: int) -> None:
     """Plain forwards: the prompt in pieces, the logits at each row's last token, then one token at a time."""
