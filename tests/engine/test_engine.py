@@ -44,6 +44,15 @@ def test_same_tokens_as_generate(llama, policy):
     assert engine.generate(texts, max_new_tokens=12) == [generate(model, policy, text, 12) for text in texts]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", ["tova:8", "tova:8,kv=int8", "h2o:8,kv=k8v4"])
+def test_same_tokens_in_16_bits(llama, policy, dtype):
+    """Three requests through one row, whose matmuls are rounded as those of a single run; those of two rows are not."""
+    model, texts = llama().to(dtype), prompts(30, 3, 17)
+    engine = Engine(model, policy, batch=1, length=64)
+    assert engine.generate(texts, max_new_tokens=12) == [generate(model, policy, text, 12) for text in texts]
+
+
 @pytest.mark.parametrize("policy", ["tova:8", "h2o:8", "full"])
 def test_a_batch_equals_its_single_runs(llama, policy):
     model, texts = llama(), prompts(20, 5, 11, 26)
@@ -290,6 +299,7 @@ def test_memory_is_that_of_the_capacity(llama):
         (lambda m: Request([1], seed=-1), "seed is -1"),
         (lambda m: Request([1], stops=range(17)), "17 end tokens"),
         (lambda m: Engine(m, "tova:8").generate([[64]]), "the model knows 0 to 63"),
+        (lambda m: Engine(m, "full:kv=int8", length=20), "full:kv=int8 is not for batches: give a capacity"),
         (lambda m: Engine(m, "full", length=20).generate([[1] * 15], max_new_tokens=10), "room for 20"),
     ],
 )
