@@ -16,9 +16,9 @@ _PACKAGES = ("msrnn", "torch", "transformers", "triton", "numba", "rouge-score")
 
 
 def machine(device: torch.device) -> str:
-    """The GPU's name, or the CPU's name and the number of threads."""
+    """The names of the GPU and of the CPU that launches its kernels; or the CPU's and the number of threads."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return f"{torch.cuda.get_device_name(device)}, {_cpu_name()}"
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 
