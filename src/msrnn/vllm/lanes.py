@@ -9,6 +9,7 @@ Nothing here imports vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,8 +19,17 @@ import torch
 
 PIECE = 1024  # tokens: the host launches a layer anew for each piece, and at both ends of a prompt lanes stand idle
 LANES = 6  # pieces on their way at once: more would leave the matmuls too few SMs
-GROUPS = 1  # of the prompts of a batch, each on a lane of its own; 2 has not been measured on a GPU yet
 GROUPED = 4096  # tokens of a batch from which on its prompts go in groups: matmuls of fewer leave SMs idle
+
+
+def group_count(text: str) -> int:
+    """How many groups the prompts of a batch form, each on a lane of its own, as the environment says it."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"MSRNN_PREFILL_GROUPS={text!r}: it must be a whole number from 1 on; 1 forms no groups")
+    return int(text)
+
+
+GROUPS = group_count(os.environ.get("MSRNN_PREFILL_GROUPS", "1"))  # 2 has not been measured on a GPU yet
 
 
 class Turns:
