@@ -5,14 +5,16 @@
     python benchmarks/vllm_gpu.py --policy tova:512,kv=int8 --kv-cache-dtype fp8 --out ...    # 8 bits in both
     python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024 --out ...
+    python benchmarks/vllm_gpu.py --max-num-seqs 1024 --loads serve-1024x512+256 --out ...
+    python benchmarks/vllm_gpu.py --engines msrnn --groups 2 --loads serve-384x2048+1024 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
     python benchmarks/vllm_gpu.py --engines stock msrnn stock msrnn --rounds 0 --out ...    # starts only
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
 
 A model of a given shape with random weights, in two kinds: `flat`, plain random weights, whose attention is the scan's
-worst case, and `steady`, with query biases that make a token's weight similar from row to row, as in trained models.
-Every engine runs in a process of its own, its loads in the order of their importance, round after round until its share
-of the minutes is over. A record is written as soon as it is measured.
+worst case, and `steady`, with query biases that make a token's weight similar from row to row. `near_decisions.py`
+compares both with a trained model. Every engine runs in a process of its own, its loads in the order of their
+importance, round after round until its share of the minutes is over. A record is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from turns import own_turn
+from vllm_gpu_compiled import Compilations
 from vllm_gpu_engine import ROPE_THETA, memory_of, set_weights, start
 from vllm_gpu_kernels import kernels_of
 from vllm_gpu_summary import summary
@@ -46,7 +49,7 @@ class Load(NamedTuple):
     new: int
     attention: str = "steady"
     target: str = ""
-    long: bool = False  # it takes a minute or more
+    long: bool = False  # measured in --long-rounds rounds only
 
     @property
     def name(self) -> str:
@@ -66,18 +69,22 @@ LOADS = [
     Load(384, 2048, 1024, "steady", "throughput at least 2 x stock, nobody preempted", long=True),
     Load(256, 1024, 2048, "steady", "throughput at least 1.6 x stock, nobody preempted", long=True),
     Load(96, 4096, 1, "flat", "time at most 1.5 x stock", long=True),
+    Load(1024, 512, 256, long=True),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["msrnn", "stock"], choices=["msrnn", "stock"])
-    parser.add_argument("--loads", nargs="+", help="names such as first-96x4096; all by default")
+    parser.add_argument(
+        "--loads", nargs="+", help="e.g. first-96x4096; default: all of at most --max-num-seqs requests"
+    )
     parser.add_argument("--attention", choices=["flat", "steady"], help="only loads with this kind of attention")
     parser.add_argument("--shape", default="llama-3-8b", choices=["llama-3-8b", "llama-2-7b"])
     parser.add_argument("--policy", default="tova:512")
     parser.add_argument("--threshold", type=int, default=512, help="long_prefill_token_threshold with states")
     parser.add_argument("--no-lanes", action="store_true", help="a long prompt alone in one pass, not in pieces")
+    parser.add_argument("--groups", type=int, default=1, help="of a batch's prompts, side by side (lanes.GROUPS)")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch (max_num_batched_tokens)")
     parser.add_argument("--max-model-len", type=int, default=66000)
@@ -87,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9, help="of all engines together")
     parser.add_argument("--once", nargs="+", default=[], help="loads measured in the first round only")
-    parser.add_argument("--long-rounds", type=int, default=1, help="rounds of loads that take a minute or more")
+    parser.add_argument("--long-rounds", type=int, default=1, help="rounds of the loads that take longest")
     parser.add_argument("--kernels", nargs="+", default=[], help="loads whose kernels are recorded, after all others")
     parser.add_argument("--together", action="store_true", help="start engines at once, measure one after the other")
     parser.add_argument("--kv-gib", type=float, help="GiB for keys and values of each engine, instead of what is free")
@@ -104,6 +111,8 @@ def main() -> None:
         parser.error("give --out FILE")
     if options.together and not (options.kv_gib or options.small):
         parser.error("--together: each engine would take the other's memory for its own; give --kv-gib for each")
+    if options.groups < 1 or (options.groups > 1 and options.no_lanes):
+        parser.error("--groups: from 1 on; more than 1 need the lanes, so not with --no-lanes")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.one:
         measure(options, options.one)
@@ -137,10 +146,10 @@ def measure(options: argparse.Namespace, engine: str) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.pop("MSRNN_POLICY", None)
     if engine == "msrnn":
-        os.environ["MSRNN_POLICY"] = options.policy
+        os.environ |= {"MSRNN_POLICY": options.policy, "MSRNN_PREFILL_GROUPS": str(options.groups)}
     shared = conditions(options, engine)
     llm, start_s, timeline = start(options, engine)
-    about = shared | memory_of(llm) | {"start_s": round(start_s, 1)}
+    about = shared | memory_of(llm, options) | {"start_s": round(start_s, 1)}
     write(options.out, about | {"kind": "vllm start", "timeline": timeline} | start_parts(llm))
     share = 60 * options.minutes / len(options.engines)
     with own_turn():
@@ -149,7 +158,7 @@ def measure(options: argparse.Namespace, engine: str) -> None:
 
 def measure_loads(options: argparse.Namespace, engine: str, llm: Any, about: dict[str, Any], seconds: float) -> None:
     """Round after round, as long as there is time; then the kernels."""
-    begin, attention = time.monotonic(), None
+    begin, attention, compiled = time.monotonic(), None, Compilations()
     for turn, load in rounds(options):
         if time.monotonic() - begin > seconds:
             print(f"{engine}: out of time before {load.name} of round {turn + 1}", flush=True)
@@ -157,8 +166,9 @@ def measure_loads(options: argparse.Namespace, engine: str, llm: Any, about: dic
         if load.attention != attention:
             set_weights(llm, load.attention)
             run_load(llm, Load(2, 600, 4), seed=1)  # whatever comes first after a start
-            attention = load.attention
-        figures = run_load(llm, load, seed=turn)
+            attention, first = load.attention, {"kind": "vllm first requests", "triton_compiled": compiled.take()}
+            write(options.out, about | first | {"attention": attention})
+        figures = run_load(llm, load, seed=turn) | {"triton_compiled": compiled.take()}
         figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
         figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
         write(options.out, about | {"kind": "vllm load"} | figures)
@@ -190,19 +200,20 @@ def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
 
 
 def sized(options: argparse.Namespace) -> list[Load]:
-    if not options.small:
-        return LOADS
-    return [
-        load._replace(requests=-(-load.requests // 16), prompt=max(8, load.prompt // 32), new=-(-load.new // 32))
-        for load in LOADS
-    ]
+    return [_small(load) for load in LOADS] if options.small else LOADS
+
+
+def _small(load: Load) -> Load:
+    return load._replace(requests=-(-load.requests // 16), prompt=max(8, load.prompt // 32), new=-(-load.new // 32))
 
 
 def chosen(options: argparse.Namespace) -> list[Load]:
+    """Those named; otherwise all whose requests may all run at once."""
     loads = [load for load in sized(options) if options.attention in (None, load.attention)]
-    loads = [load for load in loads if not options.loads or load.name in options.loads]
+    most = _small(Load(options.max_num_seqs, 0, 1)).requests if options.small else options.max_num_seqs
+    loads = [load for load in loads if (load.name in options.loads if options.loads else load.requests <= most)]
     if not loads:
-        raise SystemExit(f"no such load; there are {', '.join(load.name for load in LOADS)}")
+        raise SystemExit(f"no such load; there are {', '.join(load.name for load in sized(options))}")
     return loads
 
 
@@ -219,6 +230,7 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     names = (
         "threshold",
         "no_lanes",
+        "groups",
         "max_num_seqs",
         "budget",
         "max_model_len",
@@ -229,7 +241,7 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     )
     about["rope_theta"] = ROPE_THETA[options.shape]
     about |= {name: getattr(options, name) for name in names}
-    return about | {"threshold": options.threshold if engine == "msrnn" else 0}
+    return about if engine == "msrnn" else about | {"threshold": 0, "groups": 0}
 
 
 def add_requests(engine: Any, load: Load, seed: object) -> list[str]:
@@ -294,7 +306,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
     shown = ("kind", "engine", "load", "attention", "seconds", "new_tokens_per_s", "step_ms", "preemptions", "complete")
-    shown += ("start_s", "blocks", "predicted_blocks")
+    shown += ("start_s", "blocks", "info_blocks", "triton_compiled")
     print({name: record[name] for name in shown if record.get(name) is not None}, flush=True)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import logging
 import os
 import tempfile
 import time
+from contextlib import redirect_stdout
 from typing import Any
 
 # As the models have it. With less, a token's weight changes within a long text, and `steady` attention is not steady.
 ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
+SMALL_KV = 64 << 20  # bytes for keys and values with --small
 
 
 class Timeline(logging.Handler):
@@ -63,7 +67,7 @@ def start(options: argparse.Namespace, engine: str) -> tuple[Any, float, list[tu
             "dtype": "float32",
             "enforce_eager": True,
             "max_model_len": 4096,
-            "kv_cache_memory_bytes": 64 << 20,
+            "kv_cache_memory_bytes": SMALL_KV,
         }
         settings |= {"max_num_seqs": 32, "max_num_batched_tokens": 512}
         settings["long_prefill_token_threshold"] = 64 if engine == "msrnn" else 0
@@ -112,24 +116,58 @@ def set_weights(llm: Any, attention: str) -> None:
     llm.apply_model(change)
 
 
-def memory_of(llm: Any) -> dict[str, Any]:
-    """Blocks and bytes: what vLLM has allocated, and for states what `msrnn info` says fits into as much."""
+def memory_of(llm: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Blocks and bytes that vLLM has allocated, and beside them what was known before the start.
+
+    `info_blocks`: as many requests as `msrnn info --memory` fits into the GPU's memory times the utilization, or into
+    --kv-gib. It leaves out what else vLLM needs: activations, CUDA graphs, buffers. With stock vLLM that is
+    total_bytes x gpu_memory_utilization - weight_bytes - kv_bytes.
+    """
     import torch
 
     core = llm.llm_engine.engine_core.engine_core
     cache = core.scheduler.kv_cache_config
-    tensors = sum(tensor.size for tensor in cache.kv_cache_tensors)
-    about = {"blocks": cache.num_blocks, "kv_bytes": tensors}
+    about = {"blocks": cache.num_blocks, "kv_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors)}
     config = llm.llm_engine.vllm_config
-    about["free_bytes"] = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (None, None)
+    share, info = config.cache_config.gpu_memory_utilization, info_of(config.model_config.model, options)
+    about |= {"free_bytes": free, "total_bytes": total, "gpu_memory_utilization": share}
+    about["weight_bytes"] = info["weight_bytes"]
     if os.environ.get("MSRNN_POLICY"):
-        from msrnn.hf.geometry import geometry
-        from msrnn.plan import Plan
-        from msrnn.policy import parse_policy
-        from msrnn.vllm.cost import price
-
-        layers = geometry(config.model_config.hf_config)
-        plan = Plan((parse_policy(os.environ["MSRNN_POLICY"]),) * len(layers))
-        state, _ = price(layers, plan, config.model_config.dtype, config.model_config.max_model_len)
-        about |= {"request_bytes": state, "predicted_blocks": tensors // state}
+        about |= {"request_bytes": request_bytes(config.model_config), "info_state_bytes": info["state_bytes"]}
+        about["info_blocks"] = fitting(info, options, total, share)
     return about
+
+
+def request_bytes(model: Any) -> int:
+    """Of a request's blocks in all layers, by vLLM's configuration of the model."""
+    from msrnn.hf.geometry import geometry
+    from msrnn.plan import Plan
+    from msrnn.policy import parse_policy
+    from msrnn.vllm.cost import price
+
+    layers = geometry(model.hf_config)
+    plan = Plan((parse_policy(os.environ["MSRNN_POLICY"]),) * len(layers))
+    return price(layers, plan, model.dtype, model.max_model_len)[0]
+
+
+def info_of(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What `msrnn info --json` says, which needs neither vLLM nor a GPU."""
+    from msrnn.cli import main
+
+    dtype, said = "float32" if options.small else "bfloat16", io.StringIO()
+    question = ["info", folder, options.policy, "--dtype", dtype, "--length", str(options.max_model_len), "--json"]
+    with redirect_stdout(said):
+        code = main(question)
+    if code:
+        raise SystemExit(f"msrnn {' '.join(question)}: exit code {code}")
+    facts: dict[str, Any] = json.loads(said.getvalue())
+    return facts
+
+
+def fitting(info: dict[str, Any], options: argparse.Namespace, total: int | None, share: float) -> int | None:
+    """Requests that fit into the memory for states, all that is left after the weights."""
+    states = SMALL_KV if options.small else int(options.kv_gib * 2**30) if options.kv_gib else None
+    if states is None and total is not None:
+        states = int(total * share) - info["weight_bytes"]
+    return None if states is None else states // info["state_bytes"]
