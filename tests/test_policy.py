@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msrnn.budgets import profile
 from msrnn.budgets.profile import check_policy_kind, plan_for, read_profile
 from msrnn.plan import Plan, per_layer
-from msrnn.policy import Policy, check_size, fade, full, h2o, needs_model, parse_policy, split_policy, tova, window
+from msrnn.policy import KVS, Policy, check_size, fade, full, h2o, needs_model, parse_policy, split_policy, tova, window
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,16 @@ def test_the_size_as_far_as_it_is_known_without_a_model(text: str, size: tuple |
         ("tova:0B", "at least 1"),
         ("tova:64MiB,gain=x", "unknown gain"),
         ("tova:64MiB,last=3/2", "last slots are protected"),
-        ("best:64MiB,last=4", "best takes kv= and profile= only"),
+        ("best:64MiB,last=4", "'best:64MiB,last=4': best takes kv= and profile= only"),
+        ("best:64MiB,format=int8", "best takes kv= and profile= only, not format=int8"),
         ("best", "write slots (best:512)"),
+        ("best:-5", "'best:-5': capacity is -5; it must be at least 1 (or 'full', which keeps every token)"),
+        ("best:0B,profile=F", "'best:0B,profile=F': capacity is 0; it must be at least 1"),
+        ("best:64,kv=int4", "'best:64,kv=int4': unknown kv format 'int4'; allowed: int8 (8-bit keys and values), k8v4"),
+        ("best:64,kv=int8,kv=k8v4", "'best:64,kv=int8,kv=k8v4' gives kv twice, int8 and k8v4; write it once"),
+        ("best:64,profile=a,profile=b", "gives two profiles, a and b; a policy takes one"),
+        ("best:64,", "'best:64,': there is no setting behind a comma; add one, such as kv=int8, or leave it out"),
+        ("best:64,kv=", "'best:64,kv=': kv has no value; write e.g. kv=int8"),
     ],
 )
 def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) -> None:
@@ -134,9 +142,13 @@ def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) ->
         ("", "allowed: best:512"),
         ("tova", "write slots (tova:512)"),
         ("tova:many", "write slots (tova:512)"),
-        ("tova:0", "at least 1"),
-        ("tova:-3", "at least 1"),
-        ("fade:0", "at least 1"),
+        ("tova:0", "'tova:0': capacity is 0; it must be at least 1"),
+        ("tova:-3", "'tova:-3': capacity is -3"),
+        ("fade:0", "'fade:0': capacity is 0"),
+        ("fade:-5", "'fade:-5': capacity is -5"),
+        ("h2o:-5", "'h2o:-5': capacity is -5"),
+        ("window+4:-5", "'window+4:-5': capacity is -5"),
+        ("blend:0", "'blend:0': capacity is 0"),
         ("tova:0,momentum=1-4/k", "at least 1"),
         ("tova:3/2", "at most at 1"),
         ("tova:0/2", "above 0"),
@@ -155,8 +167,25 @@ def test_what_no_model_could_run_is_refused_without_one(text: str, says: str) ->
         ("tova:8,momentum=2", "from 0 (TOVA) to 1 (H2O)"),
         ("tova:8,residual=2", "from 0 (the last that left) to 1"),
         ("tova:8,residual=x", "not a number"),
-        ("tova:8,scope=kvhead", "did you mean 'kv_head'"),
+        ("tova:8,scope=kvhead", "unknown scope 'kvhead'; did you mean 'kv_head'? Allowed: layer, kv_head, query_head"),
         ("tova:8,last=-1", "0 or more"),
+        ("tova:8,kv=int8,kv=k8v4", "'tova:8,kv=int8,kv=k8v4' gives kv twice, int8 and k8v4; write it once"),
+        ("tova:8,momentum=1,momentum=0.5", "gives momentum twice, 1 and 0.5"),
+        ("tova+4:8,first=3", "'tova+4:8,first=3' gives first twice, 4 and 3"),
+        ("tova-head:8,scope=layer", "gives scope twice, head and layer"),
+        ("tova:8,profile=a,profile=b", "'tova:8,profile=a,profile=b' gives two profiles, a and b"),
+        ("fade:8,gain=foo", "'fade:8,gain=foo': unknown gain 'foo'; allowed: value_norm"),
+        ("tova:8,kv=", "'tova:8,kv=': kv has no value; write e.g. kv=int8"),
+        ("tova:8,gain=", "gain has no value; write e.g. gain=value_norm"),
+        ("tova:8,scope", "scope has no value; write e.g. scope=layer"),
+        ("tova:8,", "'tova:8,': there is no setting behind a comma"),
+        ("tova:8,,last=1", "there is no setting behind a comma"),
+        ("kv=int8", "'kv=int8' names no policy; settings go behind one, as in tova:512,kv=int8"),
+        ("kv=", "'kv=' names no policy; settings go behind one"),
+        ("tova:8,format=int8", "unknown setting 'format'; did you mean 'kv'? Allowed: first, last"),
+        ("tova:8,budget=9", "unknown setting 'budget'; the capacity stands behind the policy's name, as in tova:512"),
+        ("best-head:8", "'best-head:8': best takes no scope and no first tokens; write fade-head:8"),
+        ("Best+4:8,last=1", "best takes no scope and no first tokens; write fade+4:8,last=1"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
@@ -164,6 +193,26 @@ def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
         parse_policy(text)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["int4", "8", "4", "fp8"])
+def test_another_format_is_answered_with_the_bits_of_all(kv: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is checked below)
+        parse_policy(f"tova:8,kv={kv}")
+    formats = "int8 (8-bit keys and values), k8v4 (8-bit keys, 4-bit values)"
+    assert str(caught.value) == f"'tova:8,kv={kv}': unknown kv format '{kv}'; allowed: {formats}"
+    assert all(name in formats for name in KVS)
+
+
+def test_policies_made_in_python_are_refused_by_the_same_words() -> None:
+    for make, says in (
+        (lambda: h2o(-5), "capacity is -5; it must be at least 1"),
+        (lambda: window(-5, 4), "capacity is -5"),
+        (lambda: Policy(8, kv=8), "unknown kv format 8; allowed: int8"),  # type: ignore[arg-type]
+        (lambda: Policy(8, scope=None), "unknown scope None; allowed: layer"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=says):
+            make()
 
 
 def test_plans() -> None:
@@ -255,7 +304,7 @@ def test_gains_and_rules_as_text() -> None:
     assert str(parse_policy("./My_rule.py:8")) == "./My_rule.py:8"
     assert parse_policy("key_difference:8,momentum=1-4/k") == Policy(8, momentum=0.5, rule="key_difference")
     for text, says in (
-        ("tova:8,gain=key_norm", "unknown gain 'key_norm'; did you mean 'value_norm'.*allowed: value_norm"),
+        ("tova:8,gain=key_norm", "unknown gain 'key_norm'; did you mean 'value_norm'.*Allowed: value_norm"),
         ("key_difference:8,gain=value_norm", "a rule with a score of its own; it takes no gain"),
         ("key_diff:8", "unknown policy 'key_diff:8'.*research policies: .*key_difference"),
     ):

@@ -7,7 +7,7 @@ knows nothing about tensors, models or files: how many slots a number of bytes h
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -25,6 +25,7 @@ GAINS: tuple[Gain, ...] = get_args(Gain)
 KVS: tuple[KV, ...] = get_args(KV)
 _SUFFIX: dict[str, Scope] = {"layer": "layer", "head": "kv_head", "query-head": "query_head"}
 _BEST = "best"
+_FORMATS = "int8 (8-bit keys and values), k8v4 (8-bit keys, 4-bit values)"
 _EXAMPLES = (
     "best:512, tova:512, tova+4:512, tova-head:512, window:512, window+4:512, h2o:512, h2o-layer:512, fade:512, "
     "blend:512, full"
@@ -55,15 +56,19 @@ class Policy:
     residual: float | None = None
 
     def __post_init__(self) -> None:
+        if self.capacity is not None and (not _is_whole(self.capacity) or self.capacity < 1):
+            raise ValueError(
+                f"capacity is {self.capacity!r}; it must be at least 1 (or 'full', which keeps every token)"
+            )
         for name in ("first", "last"):
             if not _is_whole(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number, 0 or more")
         if self.scope not in SCOPES:
-            raise ValueError(f"unknown scope {self.scope!r}{_hint(self.scope, SCOPES)}; allowed: {', '.join(SCOPES)}")
+            raise ValueError(_unknown("scope", self.scope, SCOPES))
         if self.gain is not None and self.gain not in GAINS:
-            raise ValueError(f"unknown gain {self.gain!r}{_hint(self.gain, GAINS)}; allowed: {', '.join(GAINS)}")
+            raise ValueError(_unknown("gain", self.gain, GAINS))
         if self.kv is not None and self.kv not in KVS:
-            raise ValueError(f"unknown kv format {self.kv!r}{_hint(self.kv, KVS)}; allowed: {', '.join(KVS)}")
+            raise ValueError(f"unknown kv format {self.kv!r}; allowed: {_FORMATS}")
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum <= 1:
             raise ValueError(f"momentum is {self.momentum!r}; it must lie from 0 (TOVA) to 1 (H2O)")
         if self.rule is not None and self.gain:
@@ -72,11 +77,7 @@ class Policy:
             raise ValueError(
                 f"residual is {self.residual!r}; it must lie from 0 (the last that left) to 1 (all equally)"
             )
-        if self.capacity is None:
-            return
-        if not _is_whole(self.capacity) or self.capacity < 1:
-            raise ValueError(f"capacity is {self.capacity!r}; it must be at least 1 (or use 'full')")
-        if self.first + self.last > self.capacity:
+        if self.capacity is not None and self.first + self.last > self.capacity:
             raise ValueError(
                 f"{self.first} first and {self.last} last slots are protected, "
                 f"more than the capacity of {self.capacity}"
@@ -109,7 +110,7 @@ def full() -> Policy:
 
 def window(capacity: int, first: int = 0) -> Policy:
     """The newest tokens, and the `first` ones of all (Window+i)."""
-    if _is_whole(capacity) and first > capacity:
+    if _is_whole(capacity) and first > capacity > 0:
         raise ValueError(f"{first} first slots are protected, more than the capacity of {capacity}")
     return Policy(capacity, first=first, last=capacity - first)
 
@@ -150,10 +151,7 @@ def parse_policy(text: str, *, length: int | None = None) -> Policy:
 
     A capacity may be a fraction of `length` (`tova:1/8`). A size in bytes (`tova:2GiB`) and `best` depend on the model.
     """
-    parts = split_policy(text)
-    if is_best(text):
-        raise ValueError(f"{text!r} depends on the model; give it to msrnn.cache or msrnn.RNN (msrnn info shows it)")
-    if parts.profile:
+    if split_policy(text).profile:
         raise ValueError(f"{text!r} has a profile, so it is one policy per layer; give it to msrnn.cache or msrnn.RNN")
     form = _Form.read(text)
     if form.name == "full":
@@ -196,14 +194,16 @@ class PolicyText:
 
 def split_policy(text: str) -> PolicyText:
     """A policy's text taken apart. What follows `profile=` is all its name, so it comes last."""
-    policy, mark, name = text.partition(",profile=")
-    if mark and not name.strip():
+    policy, *names = (part.strip() for part in text.split(",profile="))
+    if len(names) > 1:
+        raise ValueError(f"{text!r} gives two profiles, {names[0]} and {names[1]}; a policy takes one")
+    if names == [""]:
         raise ValueError(f"{text!r} names no profile; write e.g. tova:256,profile=profile.json")
-    head, *changes = (part.strip() for part in policy.strip().split(","))
+    head, *changes = (part.strip() for part in policy.split(","))
     kind, _, size = head.partition(":")
     if "=" in size:  # full:scope=kv_head has changes but no size
         size, changes = "", [size, *changes]
-    return PolicyText(",".join([kind, *changes]), size, name.strip() or None)
+    return PolicyText(",".join([kind, *changes]), size, names[0] if names else None)
 
 
 def check_kind(text: str) -> None:
@@ -225,13 +225,10 @@ def needs_model(policy: object) -> bool:
 
 def check_size(text: str, *, length: int | None = None) -> Size | None:
     """The size of a policy, of `best` in plain slots (None: full); refuses what no model could run."""
-    policy = recommended(split_policy(text)).policy
-    if needs_model(text):
-        size = read_size(text, length)
-        with_capacity(policy, size.number)  # no slot takes less than a byte
-        return size
-    capacity = parse_policy(policy, length=length).capacity
-    return None if capacity is None else Size(capacity, "slots")
+    form = replace(_Form.read(recommended(split_policy(text)).policy), text=text)
+    size = None if form.name == "full" else read_size(text, length)
+    form.build(size.number if size else None)  # no slot takes less than a byte
+    return size
 
 
 def recommended(text: PolicyText) -> PolicyText:
@@ -242,8 +239,9 @@ def recommended(text: PolicyText) -> PolicyText:
     if not is_best(text.policy):
         return text
     changes = text.kind.lower().split(",")[1:]
-    if other := [change for change in changes if not change.startswith("kv=")]:
-        raise ValueError(f"{text}: best takes kv= and profile= only, not {other[0]}; write a policy such as fade:512")
+    if other := [change for change in changes if change and change.partition("=")[0].strip() != "kv"]:
+        raise ValueError(f"'{text}': best takes kv= and profile= only, not {other[0]}; write a policy such as fade:512")
+    _Form(str(text), "fade", None, 0, _settings(str(text), changes)).build(1)  # refuses other formats
     return replace(text, kind=",".join(["fade", *changes]))
 
 
@@ -252,13 +250,13 @@ _NAME = re.compile(r"(?P<name>.+\.py|[a-z0-9_]+)(?:-(?P<scope>query-head|head|la
 
 @dataclass(frozen=True)
 class _Form:
-    """A policy's text taken apart; the capacity is still as written."""
+    """A policy's text taken apart, but for its capacity."""
 
+    text: str
     name: str
     scope: Scope | None
     first: int
-    size: str
-    changes: tuple[tuple[str, str], ...]
+    changes: dict[str, str]
 
     @classmethod
     def read(cls, text: str) -> _Form:
@@ -266,41 +264,44 @@ class _Form:
         name, *changes = parts.kind.split(",")
         name, size = name if ".py" in name else name.lower(), parts.size.lower()
         match = _NAME.fullmatch(name)
-        if not match or not (match["name"] in PRESETS or match["name"].endswith(".py") or match["name"] in _rules()):
-            known = f"allowed: {_EXAMPLES}; research policies: {', '.join(_rules())}"
-            raise ValueError(f"unknown policy {text!r}{_policy_hint(name, size)}; {known}")
-        base, scope = match["name"], match["scope"]
+        if not match or not (match["name"].endswith(".py") or match["name"] in (*PRESETS, _BEST, *_rules())):
+            raise ValueError(_unknown_policy(text, name, size))
+        base, scope, first = match["name"], match["scope"], match["first"]
+        if base == _BEST and (scope or first):
+            fade_text = text.lower().replace(_BEST, "fade", 1)
+            raise ValueError(f"{text!r}: best takes no scope and no first tokens; write {fade_text.strip()}")
+        if base == _BEST:
+            raise ValueError(f"{text!r} depends on the model; give it to msrnn.cache or msrnn.RNN (see msrnn info)")
         if scope and base in ("window", "full"):
             raise ValueError(f"{text!r}: {base} decides without attention, so it has no '-{scope}'; write {base}")
-        if base == "full" and (size or match["first"]):
+        if base == "full" and (size or first):
             raise ValueError(f"{text!r}: full keeps everything, so it takes no size; write full")
-        pairs = tuple(
-            (key.strip().lower(), value.strip().lower()) for key, _, value in (c.partition("=") for c in changes)
-        )
-        return cls(base, _SUFFIX[scope] if scope else None, int(match["first"] or 0), size, pairs)
+        settings = _settings(text, changes, scope=scope, first=first)
+        return cls(text, base, _SUFFIX[scope] if scope else None, int(first or 0), settings)
 
     def build(self, capacity: int | None) -> Policy:
-        values = {f.name: getattr(self._preset(capacity), f.name) for f in fields(Policy)}
-        return Policy(**(values | dict(_override(key, value, capacity) for key, value in self.changes)))
+        try:
+            values = {f.name: getattr(self._preset(capacity), f.name) for f in fields(Policy)}
+            return Policy(**(values | {key: _value(key, value, capacity) for key, value in self.changes.items()}))
+        except ValueError as error:
+            raise ValueError(f"{self.text!r}: {error}") from None
 
     def _preset(self, capacity: int | None) -> Policy:
         if capacity is None:
             return full()
         if self.name == "window":
             return window(capacity, self.first)
-        if self.name == "h2o":
-            return h2o(capacity, self.first, self.scope or "kv_head")
-        if self.name == "fade":
-            return fade(capacity, self.first, self.scope or "kv_head")
-        if self.name == "blend":
-            return blend(capacity, self.first, self.scope or "kv_head")
-        if self.name == "tova":
-            return tova(capacity, self.first, self.scope or "layer")
+        if self.name in _BY_SCOPE:
+            scope: dict[str, Scope] = {"scope": self.scope} if self.scope else {}
+            return _BY_SCOPE[self.name](capacity, self.first, **scope)
         return Policy(capacity, self.first, scope=self.scope or "layer", rule=self.name)
 
 
 PRESETS = ("tova", "h2o", "fade", "blend", "window", "full")
 _SPELLINGS = (*PRESETS, _BEST, "tova-head", "tova-layer", "h2o-head", "h2o-layer", "window+4", "tova+4")
+_BY_SCOPE: dict[str, Callable[..., Policy]] = {"tova": tova, "h2o": h2o, "fade": fade, "blend": blend}
+# and a value each, for examples
+_SETTINGS = {"first": 4, "last": 8, "momentum": 1, "scope": "layer", "gain": "value_norm", "kv": "int8", "residual": 1}
 _DECAY = re.compile(r"1-(\d+(?:\.\d+)?)/k")
 _BYTES = re.compile(r"\d+(\.\d+)?\s*[kmg]?i?b")
 
@@ -311,20 +312,35 @@ def _rules() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in (Path(__file__).parent / "rules").glob("[!_]*.py")))
 
 
-def _override(key: str, value: str, capacity: int | None) -> tuple[str, object]:
-    allowed = ("first", "last", "momentum", "scope", "gain", "kv", "residual")
-    if key not in allowed:
-        raise ValueError(f"unknown setting {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
+def _settings(text: str, changes: Sequence[str], **named: str | None) -> dict[str, str]:
+    """The settings behind a policy's name, each once; `named` are those in the name itself, such as `+4`."""
+    settings: dict[str, str] = {}
+    for change in changes:
+        key, _, value = (part.strip().lower() for part in change.partition("="))
+        if not change:
+            raise ValueError(f"{text!r}: there is no setting behind a comma; add one, such as kv=int8, or leave it out")
+        if key not in _SETTINGS:
+            raise ValueError(f"{text!r}: {_unknown_setting(key)}")
+        if not value:
+            raise ValueError(f"{text!r}: {key} has no value; write e.g. {key}={_SETTINGS[key]}")
+        if other := settings.get(key) or named.get(key):
+            raise ValueError(f"{text!r} gives {key} twice, {other} and {value}; write it once")
+        settings[key] = value
+    return settings
+
+
+def _value(key: str, text: str, capacity: int | None) -> object:
+    """What a setting's text stands for at a capacity."""
     if key in ("scope", "gain", "kv"):
-        return key, value
+        return text
     try:
-        if key == "last" and "/" in value and capacity is not None:  # a share of each layer's own capacity
-            return key, int(Fraction(value) * capacity)
-        if key in ("momentum", "residual") and (grows := _DECAY.fullmatch(value)) and capacity is not None:
-            return key, decay(float(grows[1]), capacity)
-        return key, float(value) if key in ("momentum", "residual") else int(value)
+        if key == "last" and "/" in text and capacity is not None:  # a share of each layer's own capacity
+            return int(Fraction(text) * capacity)
+        if key in ("momentum", "residual") and (grows := _DECAY.fullmatch(text)) and capacity is not None:
+            return decay(float(grows[1]), capacity)
+        return float(text) if key in ("momentum", "residual") else int(text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{key}={value!r} is not a number") from None
+        raise ValueError(f"{key}={text!r} is not a number") from None
 
 
 class Size(NamedTuple):
@@ -392,16 +408,32 @@ def _nearest_preset(policy: Policy) -> tuple[str, Policy]:
     return name, options[name]
 
 
-def _policy_hint(name: str, size: str) -> str:
+def _unknown_policy(text: str, name: str, size: str) -> str:
     """What may have been meant: a size alone (slots, a fraction, bytes) lacks a policy, another name is misspelt."""
+    if "=" in name:
+        return f"{text!r} names no policy; settings go behind one, as in tova:512,kv=int8"
     if not size and (re.fullmatch(r"\d+(/\d+)?", name) or _BYTES.fullmatch(name)):
-        return f"; did you mean 'tova:{name}'?"
-    return _hint(name, _SPELLINGS, f":{size}" if size else "")
+        hint = f"tova:{name}"
+    else:
+        hint = _closest(name, _SPELLINGS)
+        hint += f":{size}" if size and hint not in ("", "full") else ""
+    return _unknown("policy", text, [f"{_EXAMPLES}; research policies: {', '.join(_rules())}"], hint)
 
 
-def _hint(given: str, allowed: Sequence[str], tail: str = "") -> str:
-    close = get_close_matches(given, allowed, n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}{tail if close[0] != 'full' else ''}'?" if close else ""
+def _unknown_setting(key: str) -> str:
+    if key in ("capacity", "size", "slots", "budget", "k"):
+        return f"unknown setting {key!r}; the capacity stands behind the policy's name, as in tova:512"
+    return _unknown("setting", key, _SETTINGS, "kv" if key in ("format", "bits", "quant", "dtype") else None)
+
+
+def _unknown(what: str, given: object, allowed: Iterable[str], hint: str | None = None) -> str:
+    hint = _closest(str(given), allowed) if hint is None else hint
+    known = f"did you mean {hint!r}? Allowed" if hint else "allowed"
+    return f"unknown {what} {given!r}; {known}: {', '.join(allowed)}"
+
+
+def _closest(given: str, allowed: Iterable[str]) -> str:
+    return next(iter(get_close_matches(given, list(allowed), n=1, cutoff=0.5)), "")
 
 
 def _is_whole(value: object) -> bool:

@@ -15,7 +15,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budgets.profile import goal, is_by_head, open_profile, shipped_profiles
 from ..plan import Plan, PolicyLike
-from ..policy import KV, PolicyText, is_best, needs_model, read_size, recommended, split_policy, tova, with_capacity
+from ..policy import (
+    KV,
+    PolicyText,
+    check_size,
+    is_best,
+    needs_model,
+    read_size,
+    recommended,
+    split_policy,
+    tova,
+    with_capacity,
+)
 from .byte_budget import ByteBudget
 from .cost import cost
 from .geometry import Geometry, geometry, text_config
@@ -72,6 +83,7 @@ def resolution(
     """`best:256`, `best:1/8`, `best:64MiB`, with `kv=` and `profile=` where they are given, for texts of `length`."""
     layers, dtype = geometry(model), dtype or model.dtype or torch.float32
     context = getattr(text_config(model), "max_position_embeddings", None)
+    check_size(text, length=length or context)
     budget = ByteBudget(text, _limit(text, layers, dtype, length or context), layers, dtype)
     asked = recommended(split_policy(text))
     if asked.profile:
