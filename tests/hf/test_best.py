@@ -144,6 +144,19 @@ def test_the_profile_of_these_very_weights_is_taken_and_no_other(shipped: str) -
     assert "profile" not in str(resolve("best:1", tiny_llama()))  # smaller than it was measured for
 
 
+def test_a_profile_that_gives_all_the_same_is_not_named(shipped: str, tmp_path: Path) -> None:
+    """The curves end at 64 slots."""
+    model, whole = tiny_llama(), cost(geometry(tiny_llama()), Plan.of("fade:64,kv=int8", 3), torch.float32, 1).state
+    assert not msrnn.cache(model, f"best:{whole - 100}B").plan.uniform
+    assert resolve(f"best:{whole}B", model) == "fade:64,kv=int8"
+    content = json.loads((tmp_path / "tiny.json").read_text())
+    later = [[curve, [*curve, [100, 0.0]]] for curve in CURVES]  # one head of two gains up to 100 slots
+    by_head = content | {"capacities": [[50, 10], [4, 12], [10, 10]], "curves": later, "by": "head"}
+    (tmp_path / "a-by-head.json").write_text(json.dumps(by_head))
+    assert resolution(f"best:{whole}B", model).profile == "a-by-head"
+    assert str(resolve(f"best:{whole}B,profile=tiny", model)).endswith("profile=tiny")  # asked for by name
+
+
 def test_a_profile_by_kv_head_comes_first_and_takes_no_more_bytes(shipped: str, tmp_path: Path) -> None:
     content = json.loads((tmp_path / "tiny.json").read_text())
     heads = [[curve, [[size, loss / 3] for size, loss in curve]] for curve in CURVES]

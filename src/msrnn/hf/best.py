@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..budgets.profile import goal, is_by_head, open_profile, shipped_profiles
+from ..budgets.profile import goal, is_by_head, open_profile, read_profile, shipped_profiles
 from ..plan import Plan, PolicyLike
 from ..policy import (
     KV,
@@ -123,7 +123,7 @@ def _kv(kind: PolicyText) -> KV | None:
 def _shipped(
     model: PreTrainedModel | PreTrainedConfig, slots: int, revision: str | None, *, by_layer: bool
 ) -> str | None:
-    """The name of the package's profile for these weights, where it has capacities for such an average.
+    """The name of the package's profile for these weights, where it has unequal capacities for such an average.
 
     One by KV head comes first: it says where slots are needed more finely. But what its heads need was measured within
     the trained context, and far beyond it budgets by layer are better (docs/results.md): there `by_layer` asks for one.
@@ -132,6 +132,12 @@ def _shipped(
     names = [name for name in shipped_profiles() if goal(name) == "perplexity" and not (by_layer and is_by_head(name))]
     for name in sorted(names, key=is_by_head, reverse=True):
         # slots of its own for every KV head may take the bytes of one slot more
-        if fits(name, model, revision) and slots > min(open_profile(name)["grid"]):
+        if fits(name, model, revision) and slots > min(open_profile(name)["grid"]) and not _is_equal(name, slots):
             return name
     return None
+
+
+def _is_equal(profile: str, slots: int) -> bool:
+    """Whether every layer and KV head has the average: it does from the ends of the curves on."""
+    layers = read_profile(profile, slots)
+    return all(layer == (slots if isinstance(layer, int) else [slots] * len(layer)) for layer in layers)
