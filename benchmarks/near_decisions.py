@@ -2,18 +2,23 @@
 
     python benchmarks/near_decisions.py --tokens 65536 --rope 10000 --out results/near_decisions.jsonl
     python benchmarks/near_decisions.py --tokens 8192 --flat --out results/near_decisions.jsonl
+    python benchmarks/near_decisions.py --tokens 8192 --text BOOK.txt --out ...    # a trained model
 
 One layer of the Llama-3-8B shape with `tova`, on a CPU. Queries and keys are as random weights give them, with RoPE of
-a given base; each head's queries share a direction (`steady`, as in `vllm_gpu.py`) unless `--flat`. The Triton scan
-weighs a row before it knows what leaves in the 16 to 31 rows in front. Where the two least important tokens are closer
-than what left may change, the decision is near, and the row is summed again.
+a given base; each head's queries share a direction (`steady`, as in `vllm_gpu.py`) unless `--flat`. With `--text` they
+are those of SmolLM2-135M-Instruct, which reads that file in float32 with the same policy in all of its layers.
+
+The Triton scan weighs a row before it knows what leaves in the 16 to 31 rows in front. Where the two least important
+tokens are closer than what left may change, the decision is near, and the row is looked at again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +39,66 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--rope", type=float, help="base of RoPE; none if not given")
     parser.add_argument("--flat", action="store_true", help="queries share no direction")
+    parser.add_argument("--text", type=Path, help="a text for a trained model to read, instead of random tokens")
+    parser.add_argument("--layers", type=int, nargs="+", help="of the trained model; all by default")
     parser.add_argument("--every", type=int, default=4, help="look at one chunk in so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.text and (options.flat or options.rope):
+        parser.error("--text: a trained model has a RoPE and an attention of its own, so neither --rope nor --flat")
     about = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
     about |= {"command": command(), "kind": "near decisions", "policy": f"tova:{options.capacity}"}
-    about |= {"attention": "flat" if options.flat else "steady", "rope_theta": options.rope}
-    layer = Layer(options.capacity)
-    for start in range(0, options.tokens, PIECE):
-        near, decisions = layer.feed(tokens(start, options), options.every)
-        record = about | {"from": start, "to": start + PIECE, "near": near / max(1, decisions), "decisions": decisions}
-        print(f"tokens {start:6,} to {start + PIECE:6,}: {record['near']:.3f} of {decisions:,}", flush=True)
+    for counted in trained(options) if options.text else random(options):
+        where = f"layer {counted['layer']}, " if "layer" in counted else ""
+        shown = f"{where}tokens {counted['from']:6,} to {counted['to']:6,}"
+        print(f"{shown}: {counted['near']:.3f} of {counted['decisions']:,}", flush=True)
         if options.out:
             with options.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(about | counted) + "\n")
+
+
+def random(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Random tokens, a record for each piece."""
+    layer = Layer(options.capacity, HEADS, KV_HEADS, SIZE)
+    for start in range(0, options.tokens, PIECE):
+        about = {"attention": "flat" if options.flat else "steady", "rope_theta": options.rope}
+        yield about | layer.feed(tokens(start, options), options.every)
+
+
+def trained(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A text as SmolLM2 reads it, a record for each piece and layer."""
+    import msrnn
+
+    model, tokenizer = msrnn.load(dtype="float32")
+    ids = tokenizer(options.text.read_text(), add_special_tokens=False, verbose=False)["input_ids"][: options.tokens]
+    if len(ids) < options.tokens or options.tokens % PIECE:
+        raise SystemExit(
+            f"--tokens {options.tokens}: it must be a multiple of {PIECE}, and {options.text} has {len(ids)}"
+        )
+    config, cache = model.config, msrnn.cache(model, f"tova:{options.capacity}", chunk=CHUNK)
+    about = {"attention": "SmolLM2-135M-Instruct", "rope_theta": config.rope_parameters["rope_theta"]}
+    about["text"] = options.text.stem
+    sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    counts: dict[int, dict[str, Any]] = {}
+    for number in options.layers or range(config.num_hidden_layers):
+        _count_calls(cache.layers[number], Layer(options.capacity, *sizes), number, options.every, counts)
+    for start in range(0, options.tokens, PIECE):
+        piece = torch.tensor([ids[start : start + PIECE]])
+        with torch.no_grad():
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        yield from (about | {"layer": number} | found for number, found in sorted(counts.items()))
+
+
+def _count_calls(held: Any, layer: Layer, number: int, every: int, counts: dict[int, dict[str, Any]]) -> None:
+    """Every call of a layer of the cache is counted by `layer`, which reads the same tokens beside it."""
+    attend = held.attend
+
+    def counting(query: Tensor, attention: Attention, real: Tensor | None) -> Tensor:
+        key, value = held.pending
+        counts[number] = layer.feed((query[0], key[0], value[0]), every)
+        return attend(query, attention, real)
+
+    held.attend = counting
 
 
 def tokens(start: int, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,36 +125,38 @@ def _rotate(rows: Tensor, start: int, base: float) -> Tensor:
 class Layer:
     """One layer's state, and all keys so far by position."""
 
-    def __init__(self, capacity: int) -> None:
-        self.policy, self.attention = parse_policy(f"tova:{capacity}"), Attention(SIZE**-0.5)
-        self.keys = torch.empty(KV_HEADS, 0, SIZE)
+    def __init__(self, capacity: int, heads: int, kv_heads: int, size: int) -> None:
+        self.policy, self.attention = parse_policy(f"tova:{capacity}"), Attention(size**-0.5)
+        self.heads, self.keys = heads, torch.empty(kv_heads, 0, size)
         self.slots: Slots | None = None
 
-    def feed(self, new: tuple[Tensor, Tensor, Tensor], every: int) -> tuple[int, int]:
-        """Read a piece -> near decisions and all decisions of the chunks looked at."""
+    def feed(self, new: tuple[Tensor, Tensor, Tensor], every: int) -> dict[str, Any]:
+        """Read a piece -> its place, the number of decisions in the chunks looked at, and the share of near ones."""
         query, key, value = new
         first, self.keys = self.keys.shape[1], torch.cat([self.keys, key], 1)
         if self.slots is None:
-            self.slots = Slots.empty(self.policy, key[None], value[None], HEADS)
-        counts = [0, 0]
+            self.slots = Slots.empty(self.policy, key[None], value[None], self.heads)
+        near = decisions = 0
         for start in range(0, PIECE, CHUNK):
             part = slice(start, start + CHUNK)
 
             def look(positions: Tensor, expiry: Tensor, part: slice = part, step: int = first + start) -> None:
+                nonlocal near, decisions
                 if step // CHUNK % every == 0:
-                    for place, number in enumerate(self.near(query[:, part], positions[0, 0], expiry[0, 0], step)):
-                        counts[place] += number
+                    found = self._near(query[:, part], positions[0, 0], expiry[0, 0], step)
+                    near, decisions = near + found[0], decisions + found[1]
 
             q, k, v = (tensor[None, :, part] for tensor in (query, key, value))
             read(self.slots, q, k, v, self.policy, self.attention, chunk=CHUNK, on_evict=look)
-        return counts[0], counts[1]
+        return {"from": first, "to": first + PIECE, "near": near / max(1, decisions), "decisions": decisions}
 
-    def near(self, query: Tensor, positions: Tensor, expiry: Tensor, step: int) -> tuple[int, int]:
+    def _near(self, query: Tensor, positions: Tensor, expiry: Tensor, step: int) -> tuple[int, int]:
         """query [H, C, D]; positions, expiry [N] of the columns of the chunk that begins at `step`."""
         used = positions >= 0
         positions, expiry = positions[used], expiry[used]
-        grouped = query.reshape(KV_HEADS, -1, SIZE) @ self.keys[:, positions].mT
-        logits = grouped.view(HEADS, CHUNK, -1) * self.attention.scale
+        kv_heads, _, size = self.keys.shape
+        grouped = query.reshape(kv_heads, -1, size) @ self.keys[:, positions].mT
+        logits = grouped.view(self.heads, CHUNK, -1) * self.attention.scale
         decisions = [self._decision(logits[:, row], positions, expiry, step, row) for row in range(CHUNK)]
         return decisions.count(True), sum(decision is not None for decision in decisions)
 
