@@ -22,6 +22,13 @@ POLICIES = (
     *("tova:7,kv=int8", "h2o:8,kv=k8v4", "window+2:7,kv=int8"),
     *("blend:8", "blend-layer+1:8,kv=int8", "tova-query-head:7,residual=0.5", "window+2:7,residual=0.9"),
 )
+IN_16_BITS = ("tova:7", "tova:7,kv=int8", "h2o:8,kv=k8v4", "blend-layer+1:8,kv=int8")
+CASES = [
+    *((text, torch.float32) for text in POLICIES),
+    *((text, dtype) for text in IN_16_BITS for dtype in (torch.bfloat16, torch.float16)),
+]
+# Relative and absolute: in 16 bits of outputs, and of the weights of tokens that fit, which PyTorch attends to.
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 2**-6), torch.float16: (2**-10, 2**-9)}
 
 
 class Sharded(Attention):
@@ -36,15 +43,15 @@ def layout_of(text: str, dtype: torch.dtype = torch.float32) -> Layout:
     return Layout(parse_layer_policy(text), HEADS, KV_HEADS, SIZE, SIZE, dtype)
 
 
-def memory(layout: Layout, blocks: int = 5) -> torch.Tensor:
+def memory(layout: Layout, blocks: int = 5, byte: int = 0x55) -> torch.Tensor:
     """Blocks as vLLM gives them, full of what another request left."""
-    return torch.full((blocks, 1, 1, layout.nbytes), 0x55, dtype=torch.uint8).view(layout.dtype)
+    return torch.full((blocks, 1, 1, layout.nbytes), byte, dtype=torch.uint8).view(layout.dtype)
 
 
-def texts(count: int) -> list[tuple[torch.Tensor, ...]]:
+def texts(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     sizes = (HEADS, KV_HEADS, KV_HEADS)
-    return [tuple(torch.randn(1, heads, TOKENS, SIZE) for heads in sizes) for _ in range(count)]
+    return [tuple(torch.randn(1, heads, TOKENS, SIZE).to(dtype) for heads in sizes) for _ in range(count)]
 
 
 def alone(text: str, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -68,13 +75,13 @@ def step_in_blocks(blocks, index, seen, tokens, policy, attention) -> torch.Tens
     return step(replace(blocks, rows=index, seen=seen), *tokens, policy, attention)
 
 
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("text, dtype", CASES, ids=str)
 @pytest.mark.parametrize("kind", [Attention, Sharded])
-def test_requests_in_blocks_answer_as_each_alone(text, kind):
+def test_requests_in_blocks_answer_as_each_alone(text, dtype, kind):
     """Prompts of unequal length in pieces, then steps together: every output equals one uninterrupted read."""
-    layout = layout_of(text)
+    layout = layout_of(text, dtype)
     blocks, attention, policy = layout.carve(memory(layout)), kind(SIZE**-0.5), parse_policy(text)
-    homes, lengths, requests = [3, 1, 4], [19, 4, 0], texts(3)
+    homes, lengths, requests = [3, 1, 4], [19, 4, 0], texts(3, dtype)
     outputs = [[] for _ in requests]
     for request, (home, prompt) in enumerate(zip(homes, lengths, strict=True)):
         for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
@@ -89,24 +96,27 @@ def test_requests_in_blocks_answer_as_each_alone(text, kind):
             outputs[request].append(together[request : request + 1, :, None])
     for request, prompt in enumerate(lengths):
         expected = alone(text, requests[request])[:, :, : prompt + 10]
-        torch.testing.assert_close(torch.cat(outputs[request], 2), expected, rtol=1e-5, atol=1e-5)
+        relative, absolute = TOLERANCE[dtype]
+        torch.testing.assert_close(torch.cat(outputs[request], 2), expected, rtol=relative, atol=absolute)
     assert ((blocks.positions[homes] >= 0).sum(-1) <= policy.capacity).all()
 
 
-@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "window+2:7", "h2o:8,gain=value_norm", "blend:8"])
-def test_a_request_of_single_tokens_begins_empty(text):
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "window+2:7", "h2o:8,gain=value_norm", "blend:8", "h2o:8,kv=k8v4"])
+@pytest.mark.parametrize("kind", [Attention, Sharded])
+@pytest.mark.parametrize("byte", [0x55, 0xFF], ids=["numbers", "NaN"])
+def test_a_request_of_single_tokens_begins_empty(text, kind, byte):
     """A prompt of one token is a step, in a block that still holds what an earlier request left."""
     layout, policy = layout_of(text), parse_policy(text)
-    blocks, tokens = layout.carve(memory(layout)), texts(1)[0]
+    blocks, tokens = layout.carve(memory(layout, byte=byte)), texts(1)[0]
     outputs = []
     for turn in range(12):
         new = [tensor[:, :, turn] for tensor in tokens]
         index, seen = torch.tensor([2]), torch.tensor([turn])
-        outputs.append(step_in_blocks(blocks, index, seen, new, policy, Attention(SIZE**-0.5)))
+        outputs.append(step_in_blocks(blocks, index, seen, new, policy, kind(SIZE**-0.5)))
     torch.testing.assert_close(torch.stack(outputs, 2), alone(text, tokens)[:, :, :12], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm", "blend:8"])
+@pytest.mark.parametrize("text", ["tova:7", "h2o:8", "h2o:8,gain=value_norm", "blend:8", "h2o:8,kv=k8v4"])
 def test_a_step_touches_no_other_block(text):
     layout = layout_of(text)
     raw = memory(layout)
@@ -146,12 +156,13 @@ def test_slots_are_views_of_their_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_do_not_overlap_and_fill_the_block(dtype):
-    layout = layout_of("blend:8,gain=value_norm", dtype)
+@pytest.mark.parametrize("kv", ["", ",kv=int8", ",kv=k8v4"])
+def test_parts_do_not_overlap_and_fill_the_block(kv, dtype):
+    layout = layout_of(f"blend:8,gain=value_norm{kv}", dtype)
     raw = memory(layout, 2).view(torch.uint8)
     blocks = layout.carve(raw.zero_().view(dtype))
     parts = blocks.tensors()
-    names = {"keys", "values", "positions", "scores", "gains", "residual", "next", "seen"}
+    names = {"keys", "values", "positions", "scores", "gains", "residual", "next", "seen", *(["scales"] if kv else [])}
     assert set(parts) == names == set(layout.parts[0].tensors)
     for name, part in parts.items():
         assert not part[1].any(), f"an earlier part reaches into {name}"

@@ -28,19 +28,32 @@ POLICIES = (
     *("blend:48", "blend-layer+1:48,kv=k8v4", "tova:150,residual=0.9", "blend:30|fade:48|tova-head:70,residual=0.9"),
     *("fade:30|fade:48|fade:70", "tova-head:150|tova-head:20|tova-head:48", "h2o:48,kv=k8v4|h2o:48|window+4:48"),
 )
+IN_16_BITS = (
+    *("tova:48", "tova:48,kv=int8", "h2o:48,kv=k8v4", "tova:150,kv=k8v4", "blend:48", "blend-layer+1:48,kv=k8v4"),
+    "h2o:48,kv=k8v4|h2o:48|window+4:48",
+)
+CASES = [
+    *((text, torch.float32) for text in POLICIES),
+    *((text, dtype) for text in IN_16_BITS for dtype in (torch.bfloat16, torch.float16)),
+]
+# Relative and absolute: in 16 bits of outputs, and of the weights of tokens that fit, which PyTorch attends to.
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-7, 2**-6), torch.float16: (2**-10, 2**-9)}
 
 
 class Requests:
     """Requests in blocks whose memory holds NaN, fed batch by batch with pieces of random length."""
 
-    def __init__(self, text: str, attention: Attention, seed: int, count: int = 6) -> None:
+    def __init__(
+        self, text: str, attention: Attention, seed: int, count: int = 6, dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(seed)
         self.random = random.Random(seed)
         self.policy, self.attention = parse_layer_policy(text), attention
-        layout = Layout(self.policy, HEADS, KV_HEADS, SIZE, SIZE, torch.float32)
+        layout = Layout(self.policy, HEADS, KV_HEADS, SIZE, SIZE, dtype)
         self.raw = torch.full((BLOCKS, 1, 1, layout.nbytes), 0xFF, dtype=torch.uint8)
-        self.blocks = layout.carve(self.raw.view(torch.float32))
-        self.texts = [[torch.randn(LENGTH, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in range(count)]
+        self.blocks = layout.carve(self.raw.view(dtype))
+        sizes = (HEADS, KV_HEADS, KV_HEADS)
+        self.texts = [[torch.randn(LENGTH, n, SIZE).to(dtype) for n in sizes] for _ in range(count)]
         self.homes = self.random.sample(range(1, BLOCKS), count)
         self.seen, self.outputs = [0] * count, [[] for _ in range(count)]
 
@@ -75,7 +88,8 @@ class Requests:
             query, key, value = (tensor[:seen].transpose(0, 1)[None] for tensor in text)
             alone = empty_slots(self.policy, key, value, HEADS)
             expected = read(alone, query, key, value, self.policy, self.attention)[0].transpose(0, 1)
-            torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-5)
+            relative, absolute = TOLERANCE[query.dtype]
+            torch.testing.assert_close(torch.cat(outputs), expected, rtol=relative, atol=absolute)
             for ours, theirs in zip(parts_of(self.blocks), parts_of(alone), strict=True):
                 held = ours.positions[home].sort(-1).values
                 assert torch.equal(held, theirs.positions[0].sort(-1).values), "the same tokens are held"
@@ -90,11 +104,11 @@ def planned(request, monkeypatch):
         monkeypatch.setattr(batches, "sizes_of", lambda *arguments: sizes_of(*arguments)._replace(gpu=True))
 
 
-@pytest.mark.parametrize("text", POLICIES)
-def test_requests_read_together_equal_each_alone(text, planned):
+@pytest.mark.parametrize("text, dtype", CASES, ids=str)
+def test_requests_read_together_equal_each_alone(text, dtype, planned):
     """Some fit into their slots, some evict, some begin, some only step; nobody else's block changes."""
     for seed in range(2):
-        requests = Requests(text, Attention(SIZE**-0.5), seed)
+        requests = Requests(text, Attention(SIZE**-0.5), seed, dtype=dtype)
         before = requests.raw.clone()
         requests.mixed(8)
         requests.check()

@@ -21,7 +21,7 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
 
     Token `seen` goes into the empty slot `next` and is attended to with all that is held. What leaves is emptied, and
     `next` becomes the lowest empty slot, or -1 if there is none. A row is idle if its `seen` is -1, or its `next` or
-    its number in `rows` out of range: nothing of it changes and its output is 0. Numbers in empty slots must be finite.
+    its number in `rows` out of range: nothing of it changes and its output is 0. Empty slots may hold anything.
     """
     if slots.rows is not None:
         return _indexed(slots, slots.rows, query, key, value, policy, attention)
@@ -34,7 +34,7 @@ def step(slots: Slots, query: Tensor, key: Tensor, value: Tensor, policy: Policy
     keys, values = slots.decoded(query.dtype)
     if slots.gains is not None:
         _put(slots.gains[..., None], at, gain_of(_newest(values, at), slots.gains.dtype)[..., None], active)
-    result, values = _scan(slots, (keys, values), query, at, now, policy, attention)
+    result, values = _scan(slots, _held(slots, keys, values), query, at, now, policy, attention)
     expiry, scores, memory = result.expiry, result.scores, result.memory
     here = active[:, None, None]
     slots.positions.masked_fill_((expiry != NEVER) & here, -1)
@@ -99,6 +99,14 @@ def _indexed(
 def _stored(slots: Slots, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """The new key and value as the slots hold them."""
     return (key, value) if slots.kv is None else encode(key, value, slots.kv)
+
+
+def _held(slots: Slots, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with 0 in empty slots: NaN that a request of vLLM's has left would outlive a weight of 0."""
+    empty = slots.positions < 0
+    hidden = empty.repeat_interleave(keys.shape[1] // empty.shape[1], 1)[..., None]
+    in_logits = slots.residual is not None  # whose logit is a mean over all columns; others are hidden one by one
+    return keys.masked_fill(hidden, 0) if in_logits else keys, values.masked_fill(hidden, 0)
 
 
 def _newest(rows: Tensor, at: Tensor) -> Tensor:
