@@ -40,6 +40,11 @@ def test_options_on_both_sides_of_the_model_count_as_if_on_one(served_model, sta
         ),
         (["--long-prefill-token-threshold", "64"], []),
         (["--long_prefill_token_threshold=64"], []),
+        (["--long-prefill-token-threshold", "64", "--long-prefill-token-threshold-adaptive"], []),
+        (["--long-prefill-token-threshold", "0"], []),
+        (["--no-long-prefill-token-threshold-adaptive"], ["--long-prefill-token-threshold", "512"]),
+        (["--no_long_prefill_token_threshold_adaptive"], ["--long-prefill-token-threshold", "512"]),
+        (["--long-prefill-token-threshold-adaptive"], ["--long-prefill-token-threshold", "512"]),
         (["--no-enable-chunked-prefill"], []),
         (["--disable-chunked-prefill"], []),
     ],
@@ -50,6 +55,16 @@ def test_on_a_gpu_a_batch_takes_pieces_of_many_prompts(served_model, started, mo
     name = served_model()
     run(name, "--policy", "tova:64", "--prefix-pool", "0", *options)
     assert started[0][0] == [name, *options, *pieces, "--worker-cls", WORKER, *LOOPBACK]
+
+
+def test_false_in_vllms_configuration_file_is_an_option_too(served_model, started, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for option, pieces in (("long_prefill_token_threshold_adaptive", True), ("enable-chunked-prefill", False)):
+        (tmp_path / "vllm.yaml").write_text(f"{option}: false\n")
+        run(served_model(), "--policy", "tova:64", "--config", str(tmp_path / "vllm.yaml"))
+        command = started.pop()[0]
+        assert ("--long-prefill-token-threshold" in command) == pieces
+        assert "--long-prefill-token-threshold-adaptive" not in command
 
 
 def test_older_vllm_cannot_give_few_prompts_larger_pieces(served_model, started, monkeypatch):

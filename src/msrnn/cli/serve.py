@@ -171,7 +171,8 @@ def _parse_own_options(arguments: Namespace) -> list[str]:
 def _piece_options(vllm_options: VllmOptions, version: str) -> list[str]:
     """On a GPU a batch takes a piece of each of many prompts, not few prompts whole, unless the user says otherwise.
 
-    Many prompts are read together in little more than the time of one.
+    Many prompts are read together in little more than the time of one. A size of the user's own is a limit, as it is
+    to vLLM: it grows for few prompts only if they say so.
     """
     import torch
 
@@ -181,7 +182,8 @@ def _piece_options(vllm_options: VllmOptions, version: str) -> list[str]:
     length = vllm_length(parsed.max_model_len) or _PIECE
     options = ["--long-prefill-token-threshold", str(min(_PIECE, length))]
     grows = not version.startswith(("0.30.", "0.31."))  # they cannot give few prompts larger pieces
-    return [*options, "--long-prefill-token-threshold-adaptive"] if grows else options
+    said = parsed.long_prefill_token_threshold_adaptive is not None
+    return options if said or not grows else [*options, "--long-prefill-token-threshold-adaptive"]
 
 
 def _worker_options(vllm_options: VllmOptions) -> list[str]:

@@ -34,6 +34,7 @@ class VllmOptions:
             parser.add_argument(name)
         parser.add_argument("--tensor-parallel-size", "-tp")
         parser.add_argument("--long-prefill-token-threshold")
+        parser.add_argument("--long-prefill-token-threshold-adaptive", action=argparse.BooleanOptionalAction)
         parser.add_argument("--scheduler-cls")
         parser.add_argument("--worker-cls")
         for name in ("config", "host", "uds", "shutdown-timeout"):
@@ -115,8 +116,10 @@ def _file_options(file: str | None) -> list[str]:
             raise ValueError(f"--config {file}: not YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: vLLM takes lines of `option: value`")
-    names = [(_with_dashes(f"--{name}"), value) for name, value in options.items() if value is not False]
-    return [text for name, value in names for text in ([name] if value is True else [name, str(value)])]
+    names = [
+        (_with_dashes(f"--no-{name}" if value is False else f"--{name}"), value) for name, value in options.items()
+    ]
+    return [text for name, value in names for text in ([name] if isinstance(value, bool) else [name, str(value)])]
 
 
 def _with_dashes(option: str) -> str:
