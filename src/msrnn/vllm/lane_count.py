@@ -40,8 +40,10 @@ def lane_count(config: Any) -> int:
 def least_in_pieces(config: Any) -> int | None:
     """A batch with one prompt and so many tokens in all can be read in pieces that end anywhere; None: none can.
 
-    Smaller ones may be CUDA graphs of vLLM's, and M-RoPE has three positions for a token.
+    Smaller ones may be CUDA graphs of vLLM's, and M-RoPE has several positions for a token (HunYuan-VL's is called
+    XD-RoPE in older versions of vLLM).
     """
-    if lane_count(config) == 0 or config.model_config.uses_mrope:
+    model = config.model_config
+    if lane_count(config) == 0 or model.uses_mrope or getattr(model, "uses_xdrope_dim", 0):
         return None
     return (config.compilation_config.max_cudagraph_capture_size or 0) + 1

@@ -20,8 +20,10 @@ from vllm.forward_context import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
+from .. import kernels
 from ..plan import average_capacity
 from . import lanes, settings
+from .backend import bounded_layers
 from .batch import Keep
 from .connector import PrefixConnector
 from .lane_count import lane_count
@@ -40,7 +42,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
         super().load_model(**options)
         if count := lane_count(self.vllm_config):
             model = self.model_runner.get_model()
-            model.forward = in_pieces(model.forward, Streams(self.device, count))
+            model.forward = in_pieces(model.forward, Streams(self.device, count if self.has_graphs() else 1))
+
+    def has_graphs(self) -> bool:
+        """Whether reads may be CUDA graphs; vLLM's memory profile has counted one of the others at a time."""
+        layers = bounded_layers(self.vllm_config.compilation_config.static_forward_context).values()
+        return kernels.compiled(self.device.type) and all(layer.impl.sinks is None for layer in layers)
 
 
 def in_pieces(forward: Callable[..., Any], streams: Streams) -> Callable[..., Any]:
