@@ -9,7 +9,6 @@ starts from a state that does not match it. vLLM counts positions on from there.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -43,16 +42,17 @@ logger = init_logger("vllm.msrnn")
 
 @dataclass
 class Copies(KVConnectorMetadata):  # type: ignore[misc]
-    """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (block, place) after.
+    """What a worker copies: files (prefix, block) and loads (place, block) before a batch, saves (place: block) after.
 
-    Within a batch that reads one prompt its block is also copied at `stops`, after so many tokens of the text. For the
-    metrics: the tokens that the loads spare, and the states in the pool and evicted from it so far.
+    Within a batch that reads one prompt its block is also copied at `stops` (place: position, block), after so many
+    tokens of the text. For the metrics: the tokens that the loads spare, and the states in the pool and evicted from it
+    so far.
     """
 
     files: list[tuple[str, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    stops: dict[int, tuple[int, int]] = field(default_factory=dict)  # position: block, place
+    saves: dict[int, int] = field(default_factory=dict)
+    stops: dict[int, tuple[int, int]] = field(default_factory=dict)
     tokens: int = 0
     states: int = 0
     evictions: int = 0
@@ -97,6 +97,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.files: HostPool | None = None  # the prefixes, in their order
         self.saved: set[str] = set()  # layers whose part of this batch's saves is copied
         self.stopped = False  # whether this batch is read in pieces that end at its stops
+        self.missed = False  # whether the last one was not, though it had some
         self.counters: metrics.PrefixMeter | None = None
 
     # Called in the scheduler.
@@ -170,9 +171,9 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def add_saves(self, copies: Copies, sizes: dict[str, int]) -> None:
         """What is kept of a batch: states at its end, and of a prompt that is read alone those before it, too."""
-        alone = sum(size > 1 for size in sizes.values()) == 1
-        in_pieces = alone and self.least_in_pieces is not None and sum(sizes.values()) >= self.least_in_pieces
-        saves: dict[int, tuple[int, int]] = {}  # by place: a later state may evict an earlier one of the same batch
+        # one that begins with a single token counts: vLLM may put it behind the prompt, where the worker reads both
+        reads = sum(size > 1 or not self.running[name].request.num_computed_tokens for name, size in sizes.items())
+        in_pieces = reads == 1 and self.least_in_pieces is not None and sum(sizes.values()) >= self.least_in_pieces
         for name, size in sizes.items():
             running = self.running[name]
             request, block = running.request, running.block
@@ -180,10 +181,14 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             start = end - size if in_pieces else end - 1
             for position in kept_between(start, end, request.num_prompt_tokens, self.every) if keys else ():
                 place = self.index.add(keys[: position // self.every])
-                if place is not None:
-                    saves[place] = (block, 0 if position == end else position)
-        copies.saves = [(block, place) for place, (block, position) in saves.items() if not position]
-        copies.stops = {position: (block, place) for place, (block, position) in saves.items() if position}
+                if place is None:
+                    continue
+                copies.saves.pop(place, None)  # it may be that of an earlier state of this batch, which has just left
+                copies.stops.pop(place, None)
+                if position == end:
+                    copies.saves[place] = block
+                else:
+                    copies.stops[place] = position, block
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         self.keys.pop(request.request_id, None)
@@ -208,7 +213,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.states and self.pool is None:
             self.pool = HostPool(self.states, list(self.blocks().values()))
         if self.prefixes and self.files is None:
-            self.files = HostPool(len(self.prefixes), list(self.blocks().values()))
+            self.files = HostPool(len(self.prefixes), list(self.blocks().values()), saves=False)
             for place, prefix in enumerate(self.prefixes.values()):
                 self.lay_out(self.files, place, prefix)
 
@@ -236,6 +241,11 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Before the batch runs: copy states into the blocks of requests that start from one."""
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
+        if self.missed:
+            raise RuntimeError(
+                "states within a prompt were to be kept, but vLLM read it in one pass; please report this, and start "
+                "with --prefix-pool 0"
+            )
         places = list(self.prefixes)
         self.load(self.files, [(places.index(name), block) for name, block in copies.files])
         self.load(self.pool, copies.loads)
@@ -261,7 +271,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.save_all(copies, layer_name, bytes_of(self.layers[layer_name]))
 
     def save_all(self, copies: Copies, name: str, blocks: Tensor) -> None:
-        for block, place in copies.saves:
+        for place, block in copies.saves.items():
             self.save(name, blocks[block], place)
         self.saved.add(name)
 
@@ -276,20 +286,20 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
         self.stopped = True
-        return {position: partial(self.keep, *where) for position, where in copies.stops.items()}
+        return {position: partial(self.keep, block, place) for place, (position, block) in copies.stops.items()}
 
     def keep(self, block: int, place: int, layer: Any) -> None:
         self.save(layer.layer_name, bytes_of(layer)[block], place)
 
     def wait_for_save(self) -> None:
-        """After the batch: what no layer has copied, as within a CUDA graph."""
+        """After the batch: what no layer has copied, as within a CUDA graph.
+
+        vLLM calls this after an error of the batch, too, and that one is to be seen: a missed stop is raised when the
+        next batch comes, before anything is loaded.
+        """
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
-        if copies.stops and not self.stopped and sys.exc_info()[0] is None:  # vLLM calls this after an error, too
-            raise RuntimeError(
-                "states within a prompt were to be kept, but vLLM read it in one pass; please report this, and start "
-                "with --prefix-pool 0"
-            )
+        self.missed = bool(copies.stops) and not self.stopped
         if copies.saves:
             for name, blocks in self.blocks().items():
                 if name not in self.saved:

@@ -18,7 +18,9 @@ from . import refusals, settings
 from .backend import Metadata, backend_for
 from .batch import attend, attend_piece
 from .block import Layout
+from .host import reserve_ring
 from .lane_count import lane_count
+from .pool import STATES
 from .shard import attention_of, own_share
 from .warmup import seconds, warm_up
 
@@ -106,6 +108,8 @@ class BoundedImpl(AttentionImpl[Metadata]):  # type: ignore[misc]
             layout = self.layout(layer, query.dtype)
             before = sum(seconds.values())
             requests = self._config.scheduler_config.max_num_seqs
+            if (transfer := self._config.kv_transfer_config) and transfer.kv_connector_extra_config.get(STATES):
+                reserve_ring(query.device)
             kinds, lanes = settings.kind_count(), lane_count(self._config)
             warm_up(layout, query, key, value, self.attention, requests, kinds, lanes)
             if (total := sum(seconds.values())) > before:
