@@ -35,35 +35,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def state_file(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("state")
+def build(tiny: str, folder: Path, policy: str) -> Path:
     (folder / "text.txt").write_text(TEXT)
     path = folder / "system.state"
-    options = ["--policy", "h2o:8", "--dtype", "float32", "--device", "cpu", "-q", "-o", str(path)]
+    options = ["--policy", policy, "--dtype", "float32", "--device", "cpu", "-q", "-o", str(path)]
     assert main(["state", "build", tiny, "--text", str(folder / "text.txt"), *options]) == 0
     return path
 
 
-def test_the_file_is_the_state_after_the_text(tiny: str, state_file: Path) -> None:
-    prefix = Prefix.read("system", state_file)
+@pytest.fixture(scope="module")
+def state_file(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tiny, tmp_path_factory.mktemp("state"), "h2o:8")
+
+
+@pytest.mark.parametrize("policy", ["h2o:8", "h2o:8,kv=int8", "blend:8,kv=k8v4"])
+def test_the_file_is_the_state_after_the_text(tiny: str, tmp_path: Path, policy: str) -> None:
+    path = build(tiny, tmp_path, policy)
+    prefix = Prefix.read("system", path)
     model, tokenizer = models.load(tiny, dtype="float32")
     ids = tokenizer(TEXT)["input_ids"]
     assert list(prefix.tokens) == ids
-    rnn = msrnn.RNN(model, "h2o:8")
+    rnn = msrnn.RNN(model, policy)
     _, state = rnn.read(ids, rnn.start())
     for index, slots in enumerate(state.layers):
+        assert ("scales" in slots.tensors()) == ("kv=" in policy)
         for name, tensor in slots.tensors().items():
             assert torch.equal(prefix.tensors[f"{index}.{name}"], tensor), name
-    again = rnn.load(state_file)
+    again = rnn.load(path)
     assert again.seen == [len(ids)]
-    prefix.check(tiny, None, torch.float32, ["h2o:8"])
-    prefix.check(tiny, None, torch.float32, ["h2o:8", "h2o:8"])
+    prefix.check(tiny, None, torch.float32, [policy])
+    prefix.check(tiny, None, torch.float32, [policy, policy])
 
 
 def test_kv_heads_with_budgets_have_slots_each(tiny: str, tmp_path: Path) -> None:
     model, _ = models.load(tiny, dtype="float32")
-    rnn = msrnn.RNN(model, [parse_policy("tova:8"), parse_layer_policy("fade:4|fade:12")])
+    rnn = msrnn.RNN(model, [parse_policy("tova:8"), parse_layer_policy("fade:4,kv=int8|fade:12")])
     _, state = rnn.read(list(range(20)), rnn.start())
     state.save(tmp_path / "heads.state", tokens=list(range(20)), notes={"weights": weights_digest(tiny)})
     prefix = Prefix.read("heads", tmp_path / "heads.state")
@@ -72,7 +78,7 @@ def test_kv_heads_with_budgets_have_slots_each(tiny: str, tmp_path: Path) -> Non
         for number, part in zip(prefix.numbers(layer), parts_of(slots), strict=True):
             for name, tensor in part.tensors().items():
                 assert torch.equal(prefix.tensors[f"{number}.{name}"], tensor), name
-    prefix.check(tiny, None, torch.float32, ["tova:8", "fade:4|fade:12"])
+    prefix.check(tiny, None, torch.float32, ["tova:8", "fade:4,kv=int8|fade:12"])
 
 
 def test_a_system_message_is_read_as_the_template_writes_it(tiny: str, tmp_path: Path) -> None:
@@ -108,6 +114,7 @@ AGAIN = "; build it again for this server$"
             ["h2o:8"],
             "dtype torch.float32, not torch.bfloat16; serve with --dtype float32, or build it with --dtype bfloat16$",
         ),
+        (torch.float32, ["h2o:8,kv=int8"], f"layer 0's policy h2o:8, not h2o:8,kv=int8{AGAIN}"),
         (torch.float32, ["h2o:9"], f"layer 0's policy h2o:8, not h2o:9{AGAIN}"),
         (torch.float32, ["h2o:8", "h2o:9"], f"layer 1's policy h2o:8, not h2o:9{AGAIN}"),
         (torch.float32, ["h2o:8", "h2o:4|h2o:12"], rf"layer 1's policy h2o:8, not h2o:4\|h2o:12{AGAIN}"),
