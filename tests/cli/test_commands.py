@@ -185,17 +185,18 @@ def test_chat_without_a_template_is_refused(capsys, tiny):
 # trace and info
 
 
-def test_trace_says_what_the_states_held(capsys, story, tmp_path):
+@pytest.mark.parametrize("policy", ["tova:16", "tova:16,kv=k8v4"])
+def test_trace_says_what_the_states_held(capsys, story, tmp_path, policy):
     file = tmp_path / "trace.safetensors"
-    options = ("--policy", "tova:16", "--max-tokens", "60", "-o", str(file), "--json")
+    options = ("--policy", policy, "--max-tokens", "60", "-o", str(file), "--json")
     code, out, err = call(capsys, "trace", "-f", story, *options)
     assert code == 0, err
     facts, trace = json.loads(out), msrnn.Trace.load(file)
     model, tokenizer = msrnn.load()
     ids = torch.tensor(tokenizer(STORY * 6)["input_ids"][:60])
     assert torch.equal(trace.tokens[0], ids)
-    assert (facts["tokens"], facts["policy"], trace.length) == (60, "tova:16", 60)
-    _, state = msrnn.RNN(model, "tova:16").read(ids, msrnn.RNN(model, "tova:16").start())
+    assert (facts["tokens"], facts["policy"], trace.length) == (60, policy, 60)
+    _, state = msrnn.RNN(model, policy).read(ids, msrnn.RNN(model, policy).start())
     for index, (layer, row) in enumerate(zip(state.layers, facts["layers"], strict=True)):
         kept = sorted(p for p in layer.positions[0, 0].tolist() if p >= 0)
         assert trace.held(index, 59)[0, 0].nonzero().flatten().tolist() == kept

@@ -40,15 +40,20 @@ def book(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kv", ["", ",kv=int8"])
+def test_calibrate_then_generate(
+    model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kv: str
+) -> None:
     out = str(tmp_path / "profile.json")
     sizes = ["--length", "64", "--chunks", "2", "--grid", "4,12,32", "--rounds", "1"]
+    sizes += ["--policy", f"tova{kv}"] if kv else []  # tova is the default
     command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
     assert main(command) == 0
     output = capsys.readouterr().out
-    assert "tova for tiny, measured on 2 x 64 tokens" in output
+    assert f"tova{kv} for tiny, measured on 2 x 64 tokens" in output
     assert "capacities by layer, average 16" in output
     profile_file = json.loads(Path(out).read_text())
+    assert profile_file["policy"] == f"tova{kv}"
     assert sum(profile_file["capacities"]) == 36
     assert profile_file["text"]["names"] == ["book.txt"]
     assert len(profile_file["text"]["sha256"][0]) == 64
@@ -65,10 +70,11 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
     assert (joined["average"], joined["allocations"]) == (14, kept)
     Path(out).write_text(json.dumps(profile_file))
 
-    use = ["generate", "Once upon", "--model", model, "--policy", "tova:12", "--profile", out, "--max-new-tokens", "3"]
+    use = ["generate", "Once upon", "--model", model, "--policy", f"tova:12{kv}", "--profile", out]
+    use += ["--max-new-tokens", "3"]
     assert main([*use, "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out)["capacities"] == profile_file["capacities"]
-    assert main(["info", model, f"tova:16,profile={out}", "--json"]) == 0
+    assert main(["info", model, f"tova:16{kv},profile={out}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["slots"] == [c + 1 for c in profile_file["allocations"]["16"]]
 
     use[use.index(model)] = saved(tmp_path / "other", layers=2)
@@ -77,15 +83,16 @@ def test_calibrate_then_generate(model: str, book: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv", ["", ",kv=k8v4"])
 def test_calibrate_by_head_then_generate(
-    model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kv: str
 ) -> None:
     out = str(tmp_path / "heads.json")
-    sizes = ["--by", "head", "--policy", "fade", "--length", "64", "--chunks", "2", "--grid", "4,8,16,32"]
+    sizes = ["--by", "head", "--policy", f"fade{kv}", "--length", "64", "--chunks", "2", "--grid", "4,8,16,32"]
     command = ["calibrate", model, "--text", book, "--average", "12", "--average", "16", "-o", out, *sizes, "-q"]
     assert main(command) == 0
     output = capsys.readouterr().out
-    assert "fade for tiny, measured on 2 x 64 tokens" in output
+    assert f"fade{kv} for tiny, measured on 2 x 64 tokens" in output
     assert "same for all heads" in output
     profile = json.loads(Path(out).read_text())
     assert (profile["by"], [len(heads) for heads in profile["capacities"]]) == ("head", [2, 2, 2])
@@ -96,7 +103,8 @@ def test_calibrate_by_head_then_generate(
     assert json.loads(capsys.readouterr().out) == profile
     assert Path(f"{out}.measured.jsonl").read_text() == measured
 
-    use = ["generate", "Once upon", "--model", model, "--policy", "fade:16", "--profile", out, "--max-new-tokens", "3"]
+    use = ["generate", "Once upon", "--model", model, "--policy", f"fade:16{kv}", "--profile", out]
+    use += ["--max-new-tokens", "3"]
     assert main([*use, "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out)["capacities"] == profile["allocations"]["16"]
 
