@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
 
-from msrnn.eval.record import Record, append_lines, read_lines, read_records, write_records
+from msrnn.eval.record import Record, append_lines, check_record_file, read_lines, read_records, write_records
 from msrnn.eval.sample_log import SampleLog, SampleResult, exclusive, run_key
 from msrnn.eval.task import Row
 
@@ -37,17 +38,69 @@ def test_a_line_cut_short_is_dropped_and_what_stood_before_kept(tmp_path):
 
 def test_a_long_cut_line_is_dropped_whole(tmp_path):
     path = tmp_path / "r.jsonl"
-    path.write_bytes(b'{"a": 0}\n' + b"x" * 200_000)
+    path.write_bytes(b'{"a": 0}\n{"a": "' + b"x" * 200_000)
     append_lines(path, [{"a": 1}])
     assert [line["a"] for _, line in read_lines(path)] == [0, 1]
 
 
+def test_a_line_cut_anywhere_costs_that_line_alone(tmp_path):
+    path, lines = tmp_path / "r.jsonl", [{"a": "é"}, {"b": [{"c": 2}]}, {"d": 3}]
+    append_lines(path, lines[:2])
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
+        kept = lines[: 2 if end == len(whole) - 1 else 1]  # nothing but the newline is missing: the line is whole
+        assert [line for _, line in read_lines(path)] == kept
+        append_lines(path, lines[2:])
+        assert [line for _, line in read_lines(path)] == [*kept, lines[2]]
+
+
 @pytest.mark.parametrize(
-    "line, said", [("{", "not JSON"), ("3", "a JSON object"), ('{"task": "x"}', "not a whole record")]
+    "content", [b"one precious line", b"A book.\nIts end", b"[1, 2]", b"3", b"\xff", b"{ precious"]
+)
+def test_a_file_of_something_else_is_left_alone(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"r.jsonl is no file of records; give another name"):
+        append_lines(path, [{"a": 1}])
+    for refuse in (check_record_file, lambda path: write_records(path, [RECORD])):
+        with pytest.raises(ValueError, match=r"r.jsonl:1: (not JSON|a JSON object)"):
+            refuse(path)
+    assert path.read_bytes() == content
+
+
+def test_a_json_file_without_a_newline_keeps_its_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=r"no file of records \(.*has the field 'mine'\); give another name"):
+        check_record_file(path)
+    with pytest.raises(ValueError, match="has the field 'mine'"):
+        write_records(path, [RECORD])
+    assert path.read_text() == '{"mine": 1}'
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for write in (lambda: append_lines(path, [{"a": 1}]), lambda: check_record_file(path)):
+        with pytest.raises(ValueError, match="pipe is a device or a pipe; give the name of a file"):
+            write()
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "not JSON"),
+        ("3", "a JSON object"),
+        ("\udcff", "not JSON: this is no UTF-8 text"),
+        ('{"task": "x"}', "not a whole record"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, line, said):
     path = tmp_path / "r.jsonl"
-    path.write_text(f"{json.dumps(asdict(RECORD))}\n{line}\n")
+    path.write_text(f"{json.dumps(asdict(RECORD))}\n{line}\n", errors="surrogateescape")
     with pytest.raises(ValueError, match=f"r.jsonl:2: {said}"):
         read_records(path)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from ..system.files import check_regular
 
 try:
     import fcntl
@@ -120,12 +123,13 @@ _FIELDS: dict[str, tuple[Any, str]] = {
 
 
 def append_lines(path: str | Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines; they are on the disk when this returns. An incomplete last line (a crash) is removed first."""
+    """Append JSON lines; they are on the disk when this returns. A last line that was cut off (a crash) is removed."""
     target = Path(path)
+    check_regular(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
     with target.open("ab+", buffering=0) as file, _locked(file):
-        _drop_incomplete_line(file)
+        text = _mend_last_line(file, path) + text
         end = file.seek(0, os.SEEK_END)
         try:
             _write(file, text)
@@ -152,35 +156,77 @@ def _locked(file: Any) -> Iterator[None]:
     yield  # closing the file unlocks it
 
 
-def _drop_incomplete_line(file: Any) -> None:
-    """A process killed in the middle of a line leaves it without a newline; the lines before it are complete."""
+def _mend_last_line(file: Any, path: str | Path) -> bytes:
+    """A process killed in the middle of a line leaves it cut off: it is removed, and nothing else ever is.
+
+    Returns the newline that a whole last line lacks.
+    """
     size = file.seek(0, os.SEEK_END)
-    end = size
+    file.seek(_start_of_last_line(file, size))
+    last: bytes = file.read()
+    if not last:
+        return b""
+    if _is_cut_off(last):
+        file.truncate(size - len(last))
+        return b""
+    if not isinstance(_parse(last), dict):
+        raise ValueError(f"{path} is no file of records; give another name")
+    return b"\n"
+
+
+def _start_of_last_line(file: Any, size: int) -> int:
+    """Where the bytes after the last newline begin."""
+    end: int = size
     while end > 0:
         start = max(0, end - (1 << 16))
         file.seek(start)
-        place = file.read(end - start).rfind(b"\n")
+        place: int = file.read(end - start).rfind(b"\n")
         if place >= 0:
-            end = start + place + 1
-            break
+            return start + place + 1
         end = start
-    if end < size:
-        file.truncate(end)
+    return 0
+
+
+def _is_cut_off(last: bytes) -> bool:
+    """Whether a line without a newline is the beginning of one that we wrote: of an object that is not complete."""
+    return b'{"'.startswith(last[:2]) and _parse(last) is None
+
+
+def _parse(line: bytes) -> object:
+    """The value of a line, None where it is not JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects; a last line without a newline is incomplete and left out."""
+    """Line numbers and objects; a last line that was cut off is left out."""
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and _is_cut_off(raw):
                 return
             yield number, json_object(raw, f"{path}:{number}")
+
+
+def check_record_file(path: str | Path, read: Callable[[Path], Iterable[object]] = read_records) -> None:
+    """Refuse a file that records cannot be added to, before anything is measured; `read` knows its lines."""
+    path = Path(path)
+    check_regular(path)
+    try:
+        deque(read(path) if path.exists() else (), maxlen=0)
+    except ValueError as error:
+        raise ValueError(f"{path} is no file of records ({error}); give another name") from None
+    with suppress(FileNotFoundError), path.open("r+b"):  # what may not be written says so now
+        pass
 
 
 def json_object(raw: bytes, where: str) -> dict[str, Any]:
     """The object in one line of JSON; the error names `where` if there is none."""
     try:
         line = json.loads(raw)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not JSON: this is no UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(line, dict):

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` if the block ends without an error."""
-    target = Path(path)
-    if target.is_dir():
-        raise ValueError(f"{target} is a folder; give the name of a file")
+    """A temporary file that replaces `path`, or what a link there points to, if the block ends without an error."""
+    target = Path(os.path.realpath(path) if os.path.islink(path) else path)
+    check_regular(target)
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent} is not a folder; make it first")
     prefix = f".{target.name}.{platform.node()}."
@@ -36,6 +35,14 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is there and is no file: a folder, and a device or a pipe, which a file would replace."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe; give the name of a file")
 
 
 def _remove_stale(folder: Path, prefix: str) -> None:
