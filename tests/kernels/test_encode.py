@@ -1,4 +1,5 @@
-"""The CPU's compiled encode equals plain PyTorch bit for bit: codes, scales and what they stand for."""
+"""The compiled encodes, for a CPU and, interpreted, for a GPU, equal plain PyTorch bit for bit: codes, scales and what
+they stand for."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ from msrnn.kernels.numba import encode as numba_encode
 from msrnn.kernels.numba.formats import decode_scales, to_half
 from msrnn.kernels.torch import encode as torch_encode
 from msrnn.policy import KV
+from tests.support.interpreted import INTERPRETED, nan_in_fresh_memory, run_cases
+
+if INTERPRETED:
+    from msrnn.kernels.triton import encode as triton_encode
 
 FORMATS: tuple[KV, ...] = ("int8", "k8v4")
 NAMES = ("key codes", "value codes", "scales", "keys", "values")
@@ -33,9 +38,11 @@ def rows(size: int, dtype: torch.dtype, seed: int) -> Tensor:
     return numbers
 
 
-def assert_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
+def assert_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], cut_off: bool = False) -> None:
+    """`cut_off`: Triton's interpreter cuts a bfloat16's lower bits off, where a GPU rounds."""
     for name, one, two in zip(NAMES, ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True, msg=name)
+        error = 2**-7 if cut_off and one.dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(one, two, rtol=error, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -114,3 +121,27 @@ def test_numbers_become_the_nearest_float16() -> None:
         words = np.array([to_half(number) for number in tensor.numpy()], np.uint16)
         expected = tensor.to(torch.float16).view(torch.uint16).numpy()
         assert np.array_equal(words, expected)
+
+
+@pytest.mark.slow
+def test_interpreted() -> None:
+    run_cases(__file__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [20, 64])
+@pytest.mark.parametrize("kv", FORMATS)
+def case_triton_equals_torch(kv: KV, size: int, dtype: torch.dtype) -> None:
+    """Into the middle of larger tensors, as a chunk joins a workspace; keys in the order that models have them in."""
+    key, value = (rows(n, torch.float32, n).to(dtype) for n in (size + 1, size))
+    key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = torch_encode.encode(key, value, kv)
+    whole = [torch.full((2, 3, 50, tensor.shape[3]), 7, dtype=tensor.dtype) for tensor in expected]
+    parts = [tensor[:, :, 6:46] for tensor in whole]
+    with nan_in_fresh_memory():
+        assert_equal(triton_encode.encode(key, value, kv), expected, cut_off=True)
+        triton_encode.encode(key, value, kv, parts)
+    assert_equal(tuple(parts), expected, cut_off=True)
+    assert all((tensor[:, :, :6] == 7).all() and (tensor[:, :, 46:] == 7).all() for tensor in whole)
+    triton_encode.decode(parts[:3], kv, (parts[3].zero_(), parts[4].zero_()))
+    assert_equal(tuple(parts), expected, cut_off=True)

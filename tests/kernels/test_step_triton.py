@@ -226,19 +226,20 @@ def case_codes_fill_their_tiles(text: str, sizes: tuple[int, int], heads: tuple[
     compare(text, Attention(0.1), (1, *heads), torch.float32, sizes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("kv", ["int8", "k8v4"])
-def case_codes_in_a_model_of_16_bits(kv: str, heads: tuple[int, int]) -> None:
+def case_codes_in_a_model_of_16_bits(kv: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
     """Against float64 over the same codes: no error but the output's own rounding."""
     policy, attention, random = parse_policy(f"tova:40,kv={kv}"), Attention(0.1), torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(45, 2, n, 32, generator=random).half() for n in (heads[0], heads[1], heads[1]))
+    query, key, value = (torch.randn(45, 2, n, 32, generator=random).to(dtype) for n in (heads[0], heads[1], heads[1]))
     slots = Slots.empty(policy, key[:1].permute(1, 2, 0, 3), value[:1].permute(1, 2, 0, 3), heads[0])
     for t in range(45):
         wide, before = [x[t].double() for x in (query, key, value)], slots.fork()
         expected = torch_step.step(before, *wide, policy, attention)
         if t >= 42:
             output = triton_step.step(slots, query[t], key[t], value[t], policy, attention)
-            torch.testing.assert_close(output.double(), expected, rtol=2**-10, atol=1e-4)
+            torch.testing.assert_close(output.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
             assert_same(before, slots)
         slots = before
         slots.seen += 1

@@ -70,6 +70,7 @@ def encode4(rows, ACC: tl.constexpr):
     bad = tl.max((rows != rows).to(tl.int32), 2) > 0
     lowest = _half(tl.where(bad, float("nan"), tl.min(rows, 2)))
     above = rows - lowest.to(ACC)[:, :, None]
+    bad = tl.max((above != above).to(tl.int32), 2) > 0  # also where the lowest is infinite
     top = _ratio(tl.max(above, 2), tl.full([1, 1], 15.0, ACC), ACC)
     scale = _half(tl.where(bad, float("nan"), tl.maximum(top, tl.full([1, 1], _LEAST, ACC))))
     codes = _nearest(_ratio(above, tl.broadcast_to(scale.to(ACC)[:, :, None], rows.shape), ACC), ACC)
