@@ -10,7 +10,7 @@ from typing import Any
 class Compilations:
     """Counts from now on what Triton compiles in this process, by the kernel's name.
 
-    Triton (3.4 to 3.7) calls a hook for every new combination of argument types and constants. So a kernel that the
+    Triton (3.6, 3.7) calls a hook for every new combination of argument types and constants. So a kernel that the
     cache on disk has counts too: none counted means none compiled. torch.compile's own kernels are not seen.
     """
 
