@@ -153,7 +153,7 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     assert lines[1].startswith("saved ")
     assert lines[2].startswith("tova:24: ")
     assert "24 held" in lines[2]
-    for reason in ("unknown command /nonsense", "nothing is not a file", "/no/such is not a folder"):
+    for reason in ("unknown command /nonsense", "nothing is not a file", "there is no folder /no/such"):
         assert sum(reason in line for line in process.stderr.splitlines()) == 1
     again = msrnn_command(*options, "-q", text=f"/load {state}\nWhat is my name?\n/reset\n/state")
     loaded, answer, *rest = stdout_of(again).splitlines()

@@ -7,8 +7,7 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..system.console import note, progress, table
 from . import options
@@ -100,7 +99,10 @@ def run(arguments: Namespace) -> None:
 
     from ..bench import gate, measure, shapes
     from ..bench import run as runs
+    from ..eval.record import append_lines, read_lines
 
+    if arguments.output:
+        options.check_record_output(arguments.output, inputs=options.inputs(arguments), read=read_lines)
     device = torch.device(resolve_device(arguments.device))
     silence_transformers()
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
@@ -115,10 +117,11 @@ def run(arguments: Namespace) -> None:
                                 copy_bytes_per_s=settings.bytes_per_second)  # fmt: skip
     bar = progress(runs.count(arguments.parts, settings), "bench", "figure", arguments.quiet)
     records = []
-    with bar, _RecordFile(arguments.output) as file:
+    with bar:
         for record in runs.run(model, arguments.parts, settings):
             records.append(record)
-            file.add(shared | record)
+            if arguments.output:  # one by one, so that an interrupted run keeps its first ones
+                append_lines(arguments.output, [shared | record])
             bar.set_postfix_str(f"{record['policy']}, {record['part']}")
             bar.update()
     if arguments.json:
@@ -157,29 +160,6 @@ def _settings(arguments: Namespace, dtype: torch.dtype) -> Settings:
         runs=arguments.runs,
         compiled=arguments.compiled,
     )
-
-
-class _RecordFile:
-    """Records are appended one by one, so that an interrupted run keeps its first ones."""
-
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-        self.file: TextIO | None = None
-
-    def __enter__(self) -> _RecordFile:
-        if self.path is not None:
-            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            self.file = Path(self.path).open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is not None:
-            self.file.close()
-
-    def add(self, record: dict[str, Any]) -> None:
-        if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
 
 
 _HEADER = ("part", "policy", "batch", "tokens", "KV a sequence", "ms", "tokens/s", "x full", "x floor")

@@ -111,7 +111,7 @@ class Chat:
         if command in ("/save", "/load") and not path:
             raise ValueError(f"{command} needs the name of a file: {command} FILE")
         if command == "/save":
-            self.state.save(path)
+            self.state.save(options.check_output_file(path, "/save", options.inputs(self.options)))
             print(f"saved the state after {self.seen:,} tokens to {path}")
         elif command == "/load":
             self.state, self.ids = self.rnn.load(path), []

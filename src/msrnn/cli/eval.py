@@ -61,8 +61,11 @@ def run(arguments: Namespace) -> None:
         raise ValueError(f"--out {out}: records are JSON lines; give a name that ends in .jsonl")
 
     from ..eval.run import run as run_experiment
+    from ..eval.sample_log import SampleLog
 
     arguments.model, arguments.dtype = experiment.model, experiment.dtype
+    options.check_record_output(out, "--out", options.inputs(arguments))
+    SampleLog.open(out.with_suffix(".samples.jsonl"), run="")  # what is no log says so now
     model, tokenizer = load_model(arguments)
     records = run_experiment(experiment, model, tokenizer, out, minutes=arguments.minutes, quiet=arguments.quiet)
     if arguments.json:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from ..budgets.profile import plan_for, profile_path, read_profile
+from ..policy import PolicyText, check_size, is_best, needs_model, split_policy, with_capacity
+from ..system.files import check_regular
 from .argument_parser import Parser, integer, number
 
 POLICY = "tova:512"
@@ -139,13 +143,12 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 def check_policy(arguments: argparse.Namespace) -> None:
     """Refuse a policy that no model could run, before one is loaded."""
-    from ..budgets.profile import plan_for, read_profile
-    from ..policy import check_size, needs_model, split_policy
-
     policy = split_policy(arguments.policy or ("tova" if arguments.profile else POLICY))
     if policy.profile and arguments.profile:
         both = f"--policy names the profile {policy.profile} and --profile {arguments.profile}"
         raise ValueError(f"{both}; give one of them")
+    if getattr(arguments, "prompt_mode", "") == "oneshot" and _has_residual(policy):
+        raise ValueError(f"{policy}: a residual needs every eviction in its turn; use --prompt-mode recurrent")
     profile = arguments.profile or policy.profile
     if profile and not needs_model(str(policy)):
         plan_for(str(replace(policy, profile=profile)), len(read_profile(profile)))
@@ -155,18 +158,99 @@ def check_policy(arguments: argparse.Namespace) -> None:
         read_profile(profile)
 
 
-def check_output_file(path: str | Path, option: str = "--output", inputs: Iterable[str | Path | None] = ()) -> Path:
+def _has_residual(policy: PolicyText) -> bool:
+    """Whether tokens that leave are blended into a mean."""
+    plain = policy.kind.split(",")[0].lower() == "full" or is_best(policy.policy)
+    return not plain and with_capacity(policy.policy, 1 << 20).residual is not None
+
+
+class Input(NamedTuple):
+    """What a command reads: the argument that names a file or folder, and the suffixes that it reads in a folder."""
+
+    argument: str
+    path: Path
+    suffixes: tuple[str, ...] = ()
+
+
+_INPUTS = {  # by the name that argparse stores them under
+    "file": ("--file", ()),
+    "text": ("--text", ()),
+    "texts": ("TEXT", (".txt",)),
+    "results": ("RESULTS", (".jsonl", ".safetensors")),
+    "experiment": ("FILE", ()),
+    "model": ("MODEL", (".bin", ".gguf", ".json", ".model", ".safetensors", ".txt")),
+}
+
+
+def inputs(arguments: argparse.Namespace) -> list[Input]:
+    """The files and folders that a command reads, as far as its arguments name them."""
+    named = {name: _words(getattr(arguments, name, None)) for name in (*_INPUTS, "profile", "policy")}
+    files = [
+        Input(argument, Path(one), suffixes)
+        for name, (argument, suffixes) in _INPUTS.items()
+        for one in named[name]
+        if one != "-"
+    ]
+    files += [Input("--profile", profile_path(one)) for one in named["profile"]]
+    for policy in map(split_policy, named["policy"]):
+        files += [Input("--policy", profile_path(policy.profile))] if policy.profile else []
+        rule, suffix, _ = policy.kind.split(",")[0].rpartition(".py")
+        files += [Input("--policy", Path(rule + suffix))] if suffix else []
+    return files
+
+
+def _words(value: object) -> list[str]:
+    """The value of an argument that may be missing, given once or given several times."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(one) for one in values if one]
+
+
+def check_output_file(
+    path: str | Path, option: str = "--output", inputs: Iterable[Input] = (), *, new_folder: bool = False
+) -> Path:
     """Refuse an output file that cannot be written, before hours of work, and one that would replace an input.
 
-    `option` is where it was given.
+    `option` is where it was given. `new_folder`: its folder will be made.
     """
+    if str(path) == "-":
+        raise ValueError(f"{option} - would be standard output, but a file is written; give its name")
     path = Path(path)
-    if any(one and path.resolve() == Path(one).resolve() for one in inputs):
-        raise ValueError(f"{option} {path} would replace a file that this command reads or writes; give another name")
-    if path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{option} {path}: the folder {path.parent} cannot be written to; choose another")
+    for one in inputs:
+        _check_not_read(path, option, one)
+    try:
+        check_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+    folder = next(one for one in (path.parent, *path.parent.parents) if one.exists() or not new_folder)
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: the folder {folder} cannot be written to; choose another")
+    return path
+
+
+def _check_not_read(path: Path, option: str, one: Input) -> None:
+    """Refuse to write where the command reads: an input itself, or a file among those of a folder."""
+    if path.resolve() == one.path.resolve() or (path.exists() and one.path.exists() and path.samefile(one.path)):
+        raise ValueError(f"{option} {path} would replace the file that {one.argument} names; give another name")
+    folders = (path.parent.resolve(), path.resolve().parent)  # of a link, and of what it points to
+    if path.suffix in one.suffixes and one.path.is_dir() and one.path.resolve() in folders:
+        what = f"one of the files that {one.argument} reads, *{path.suffix} in {one.path}"
+        raise ValueError(f"{option} {path} would be {what}; give another name")
+
+
+def check_record_output(
+    path: str | Path,
+    option: str = "--output",
+    inputs: Iterable[Input] = (),
+    read: Callable[[Path], Iterable[object]] | None = None,
+) -> Path:
+    """The same for a file that records are added to: what is there must be records, as `read` knows them."""
+    from ..eval.record import check_record_file, read_records
+
+    path = check_output_file(path, option, inputs, new_folder=True)
+    try:
+        check_record_file(path, read or read_records)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
     return path

@@ -34,13 +34,14 @@ def run(arguments: Namespace) -> None:
 
     if arguments.markdown and arguments.output:
         raise ValueError("--markdown prints tables and --output is for the page; give one of them")
-    page = options.check_output_file(arguments.output or "report.html", inputs=arguments.results)
-    results = open_results(arguments.results)
     if arguments.markdown:
         from ..analysis.table import tables
 
-        print("\n".join(table.markdown() for table in tables(results.records)), end="")
+        records = open_results(arguments.results).records
+        print("\n".join(table.markdown() for table in tables(records)), end="")
         return
+    page = options.check_output_file(arguments.output or "report.html", inputs=options.inputs(arguments))
+    results = open_results(arguments.results)
     from ..analysis.report import report
     from ..system.files import write_text
 

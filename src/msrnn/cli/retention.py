@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Namespace) -> None:
     policies = list(dict.fromkeys(map(_spelling, arguments.policy or ["tova:256"])))
-    texts = dict(read_text(path) for name in arguments.texts for path in text_files(name))
-    options.check_output_file(arguments.output, inputs=arguments.texts)
+    output = options.check_record_output(arguments.output, inputs=options.inputs(arguments))
+    texts = read_texts(arguments.texts)
 
     from ..analysis.measure import measure
     from ..eval.record import write_records
@@ -58,10 +59,10 @@ def run(arguments: Namespace) -> None:
     bars = Bars(arguments.tokens, arguments.quiet)
     settings = {"length": arguments.tokens, "words": not arguments.no_words, "traces": arguments.traces}
     records = measure(model, tokenizer, texts, policies, progress=bars, **settings)
-    new = write_records(arguments.output, records)
+    new = write_records(output, records)
     _print_tables(records)
     if not arguments.quiet:
-        note(f"{len(new)} records in {arguments.output}; see them with msrnn plot {arguments.output} -o figures")
+        note(f"{len(new)} records in {output}; see them with msrnn plot {output} -o figures")
 
 
 def _spelling(text: str) -> str:
@@ -89,6 +90,16 @@ class Bars:
         return update
 
 
+def read_texts(names: Iterable[str]) -> dict[str, str]:
+    """The texts by their names, which records and traces tell them apart by."""
+    files = dict[str, Path]()
+    for path in (path for name in names for path in text_files(name)):
+        other = files.setdefault(path.stem, path)
+        if not other.samefile(path):
+            raise ValueError(f"{other} and {path} are both called {path.stem} in records; rename one of them")
+    return {name: read_text(path) for name, path in files.items()}
+
+
 def text_files(name: str) -> list[Path]:
     """The file, or the *.txt of the folder."""
     path = Path(name)
@@ -102,12 +113,12 @@ def text_files(name: str) -> list[Path]:
     return [path]
 
 
-def read_text(path: Path) -> tuple[str, str]:
-    """A text's name and the text."""
+def read_text(path: Path) -> str:
+    """The text of a file."""
     text = "".join(read_blocks(path))
     if not text.strip():
         raise ValueError(f"{path} is empty; give a text")
-    return path.stem, text
+    return text
 
 
 def _print_tables(records: list[Record]) -> None:

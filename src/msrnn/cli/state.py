@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> None:
     from .prefill import prefill
 
     options.check_policy(arguments)
-    options.check_output_file(arguments.output, inputs=(arguments.text,))
+    options.check_output_file(arguments.output, inputs=options.inputs(arguments))
     text = _read_text(Path(arguments.text))
     weights = weights_digest(arguments.model, revision=arguments.revision)
     rnn, tokenizer = load_rnn(arguments)

@@ -56,9 +56,10 @@ def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     if not (arguments.output or arguments.html):
         raise ValueError("one of these is required: -o/--output FILE, --html FILE")
-    for option, path, other in (("--output", arguments.output, None), ("--html", arguments.html, arguments.output)):
+    files = options.inputs(arguments)
+    for option, path in (("--output", arguments.output), ("--html", arguments.html)):
         if path:
-            options.check_output_file(path, option, (arguments.file, other))
+            files.append(options.Input(option, options.check_output_file(path, option, files)))
     prompt = open_prompt(arguments)
     rnn, tokenizer = load_rnn(arguments)
     total = prompt.estimate_tokens(tokenizer)
