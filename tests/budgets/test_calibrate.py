@@ -21,6 +21,7 @@ from msrnn.budgets.calibrate import (
     layer_curves,
     measurement_count,
     refine,
+    with_earlier,
 )
 from msrnn.budgets.profile import dump, plan_for
 from msrnn.eval.measurements import Measurements
@@ -102,6 +103,17 @@ def test_a_profile_says_what_it_was_made_from(meter: Meter) -> None:
     assert json.loads(dump(profile)) == json.loads(json.dumps(profile))
 
 
+def test_averages_of_an_earlier_profile_stay_as_they_are() -> None:
+    rows = [{"average": 8, "uniform": 0.5}, {"average": 12, "uniform": 0.3}]
+    earlier = {"average": 8, "capacities": [4, 12], "allocations": {"12": [8, 16]}, "losses": rows}
+    new = {"average": 12, "capacities": [10, 14], "allocations": {}, "losses": [{"average": 12, "uniform": 0.2}]}
+    assert with_earlier(new, {}) == new
+    joined = with_earlier(new, earlier)
+    assert (joined["average"], joined["capacities"], joined["allocations"]) == (12, [10, 14], {"8": [4, 12]})
+    assert joined["losses"] == [{"average": 12, "uniform": 0.2}, {"average": 8, "uniform": 0.5}]
+    assert with_earlier(new, {"capacities": [1, 1]}) == new  # written by hand: it has no average to keep
+
+
 def test_the_bar_counts_to_what_is_measured(meter: Meter) -> None:
     calls = []
     meter.on_measured = lambda description, loss: calls.append(description)
@@ -156,7 +168,11 @@ def test_measurements_of_another_run_are_refused(llama: Any, tmp_path: Path) -> 
     [
         (Settings(grid=(4, 64)), [12], "grid goes up to 64, but the loss is counted from token 32"),
         (Settings(grid=(8, 4)), [6], "each above the last"),
-        (Settings(grid=(4, 8)), [12], "an average of 12 lies outside the grid, 4 to 8"),
+        (
+            Settings(grid=(4, 8)),
+            [12],
+            "12 lies outside the grid, 4 to 8; use an average from 4 to 8, or a grid that reaches 12",
+        ),
         (Settings("tova+6", grid=(4, 8)), [8], "6 first and 0 last slots are protected, more than the capacity of 4"),
     ],
 )

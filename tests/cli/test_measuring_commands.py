@@ -63,11 +63,16 @@ def test_calibrate_then_generate(
     assert Path(f"{out}.measured.jsonl").read_text() == measured
 
     other = [*command[: command.index("--average")], "--average", "14", *command[command.index("-o") :]]
-    assert main(other) == 0  # another average joins those that are there
+    other[other.index("--rounds") + 1] = "0"
+    first = profile_file["losses"][0] | {"average": 5000}  # outside the grid: nobody asks for it again
+    edited = profile_file | {"capacities": [4, 4, 28], "losses": [first, profile_file["losses"][1]]}
+    Path(out).write_text(json.dumps(edited))
+    assert main(other) == 0  # another average joins those that are there, and they stay as they are
     capsys.readouterr()
     joined = json.loads(Path(out).read_text())
-    kept = {"12": profile_file["capacities"], "16": profile_file["allocations"]["16"]}
+    kept = {"12": [4, 4, 28], "16": profile_file["allocations"]["16"]}
     assert (joined["average"], joined["allocations"]) == (14, kept)
+    assert joined["losses"][1:] == edited["losses"]
     Path(out).write_text(json.dumps(profile_file))
 
     use = ["generate", "Once upon", "--model", model, "--policy", f"tova:12{kv}", "--profile", out]
@@ -157,13 +162,19 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
             "there are no joint moves --by head; leave out --rounds",
         ),
         (["calibrate", "--average", "8", "-o", "p.json", "--grid", "8,x"], "'8,x' is not a list of whole numbers"),
-        (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"], "outside the grid"),
+        (
+            ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"],
+            "outside the grid, 16 to 16; use an average from 16 to 16, or a grid that reaches 8",
+        ),
         (
             ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--length", "512"],
             "than the 256 tokens",
         ),
         (["calibrate", "MODEL", "--text", "SHORT", "--average", "8", "-o", "P"], "SHORT has 4 tokens"),
-        (["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "BOOK"], "would replace a file that this"),
+        (
+            ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "BOOK"],
+            "is there already and is no profile",
+        ),
         (
             ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "SHORT"],
             "is there already and is no profile",
@@ -181,3 +192,33 @@ def test_mistakes_are_told_in_one_line(
     assert reason in output[-1]
     assert output[-1].startswith("msrnn: error: ")
     assert short.read_text() == "One two three."
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"policy": "window"}, "a profile made with another --policy (window, not tova); give another name"),
+        ({"policy": None}, "a profile made with another --policy (unknown, not tova); give another name"),
+        ({"for": "recall"}, "a profile made with another --for (recall, not perplexity); give another name"),
+        ({"by": "head"}, "a profile made with another --by (head, not layer); give another name"),
+        ({"losses": [{"average": 8}]}, '"losses" are damaged; give another name'),
+        ({"losses": "none"}, '"losses" are damaged; give another name'),
+        ({"dtype": "bfloat16"}, "a profile made with another --dtype (bfloat16, not float32); give another name"),
+        ({"grid": [4, 8]}, "a profile made with another --grid ([4, 8], not [4, 16]); give another name"),
+        ({"text": {"tokens_sha256": "0"}}, "a profile made with another --text; give another name"),
+        ({"text": "a.txt"}, "a profile made with another --text; give another name"),
+        ({"model": {"name": "other", "layers": 9}}, "a profile for another model; give another name"),
+    ],
+)
+def test_a_profile_of_something_else_is_not_replaced(
+    change: dict[str, object], reason: str, model: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = {"capacities": [8, 8, 8], "average": 8, "policy": "tova", "for": "perplexity", "dtype": "float32"}
+    content = json.dumps(profile | {"grid": [4, 16]} | change)
+    (tmp_path / "p.json").write_text(content)
+    sizes = ["--length", "32", "--chunks", "1", "--grid", "4,16", "--average", "8"]
+    assert main(["calibrate", model, "--text", book, *sizes, "-o", str(tmp_path / "p.json"), "-q"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert reason in line
+    assert (tmp_path / "p.json").read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "p.json"]

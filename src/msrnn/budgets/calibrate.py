@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,17 @@ class Settings:
             )
         for capacity in self.grid:
             per_layer(self.policy, [capacity] * layers)  # a kind with protected tokens has a least capacity
+        self.check_averages(averages)
+
+    def check_averages(self, averages: Sequence[int]) -> None:
+        """Refuse averages that no capacities of the grid have."""
+        low, high = min(self.grid), max(self.grid)
         for average in averages:
-            if not self.grid[0] <= average <= self.grid[-1]:
-                raise ValueError(f"an average of {average} lies outside the grid, {self.grid[0]} to {self.grid[-1]}")
+            if not low <= average <= high:
+                raise ValueError(
+                    f"an average of {average} lies outside the grid, {low} to {high}; use an average from {low} to "
+                    f"{high}, or a grid that reaches {average}"
+                )
 
 
 def default_grid(length: int, factor: int = 2) -> tuple[int, ...]:
@@ -244,6 +252,15 @@ def profile(
         "grid": list(meter.settings.grid),
         "curves": curves,
     }
+
+
+def with_earlier(profile: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """A profile with the other averages of an earlier one that was made in the same way: they stay as they are."""
+    measured = {str(row["average"]) for row in profile["losses"]}
+    sizes = {str(earlier["average"]): earlier["capacities"]} if "average" in earlier else {}
+    kept = {name: each for name, each in (sizes | earlier.get("allocations", {})).items() if name not in measured}
+    rows = [row for row in earlier.get("losses", ()) if str(row["average"]) not in measured]
+    return profile | {"allocations": profile["allocations"] | kept, "losses": [*profile["losses"], *rows]}
 
 
 def curve_pairs(curve: Curve) -> list[list[float]]:

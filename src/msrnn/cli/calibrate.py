@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..budgets.calibrate import Meter, Settings
+    from ..budgets.calibrate import Settings
 
 _GOALS = ("perplexity", "recall", "both")
 _ABOUT = """\
@@ -74,18 +74,22 @@ def run(arguments: Namespace) -> None:
     by_head = arguments.by == "head"
     if by_head:
         _check_by_head(arguments, kind)
-    output = options.check_output_file(arguments.output, inputs=arguments.text or ())
+    output = options.check_output_file(arguments.output)
     earlier = _earlier(output)
+    _check_same(output, earlier, policy=kind, by=arguments.by, **{"for": arguments.goal})
     check_texts(arguments)
 
     from .. import __version__
     from ..budgets.by_head import calibrate_by_head, check_heads, estimate_count
-    from ..budgets.calibrate import Meter, calibrate, measurement_count
+    from ..budgets.calibrate import Meter, Settings, calibrate, digest, measurement_count, with_earlier
     from ..budgets.profile import dump
     from ..budgets.recall import goal_chunks
     from ..hf.geometry import geometry
+    from ..hf.identity import fits
     from ..system.files import write_text
 
+    if grid:
+        Settings(kind, grid).check_averages(arguments.average)
     model, tokenizer = load_model(arguments)
     if by_head:
         check_heads(kind, model)
@@ -94,8 +98,12 @@ def run(arguments: Namespace) -> None:
     chunks, counted = goal_chunks(arguments.goal, tokenizer, chunks)
     settings = _settings(arguments, kind, grid, model, chunks)
     settings.check(len(geometry(model)), chunks.shape[1], arguments.average)
+    if earlier and not fits(output, model):
+        raise ValueError(f"--output {output} holds a profile for another model; give another name")
+    dtype = str(model.dtype).removeprefix("torch.")
+    _check_same(output, earlier, dtype=dtype, grid=list(settings.grid), text=digest(chunks))
     meter = Meter(model, chunks, settings, f"{output}.measured.jsonl", arguments.goal, counted)
-    averages = list(dict.fromkeys([*arguments.average, *_earlier_averages(earlier, meter)]))
+    averages = list(dict.fromkeys(arguments.average))
     known = len(meter.measurements.results)
     if not arguments.quiet:
         resumed = f"; {known} measurements are there already" if known else ""
@@ -109,7 +117,7 @@ def run(arguments: Namespace) -> None:
             bar.update()
 
         meter.on_measured = on_measurement
-        profile = work(meter, averages, text, __version__)
+        profile = with_earlier(work(meter, averages, text, __version__), earlier)
     write_text(output, dump(profile))
     print(json.dumps(profile) if arguments.json else _text(profile, output))
 
@@ -117,17 +125,30 @@ def run(arguments: Namespace) -> None:
 def _earlier(output: Path) -> dict[str, Any]:
     """The profile that is there already; any other file is not replaced."""
     try:
-        return open_profile(output) if output.exists() else {}
+        earlier = open_profile(output) if output.exists() else {}
     except ValueError as error:
         raise ValueError(f"--output {output} is there already and is no profile; give another name") from error
+    if not _are_losses(earlier.get("losses", [])):
+        raise ValueError(f'--output {output} is there already and its "losses" are damaged; give another name')
+    return earlier
 
 
-def _earlier_averages(old: dict[str, Any], meter: Meter) -> list[int]:
-    """Those of a profile that was made in the same way: they stay in it, and are not measured again."""
-    conditions = meter.conditions()
-    ours = (meter.settings.policy, meter.goal, list(meter.settings.grid), conditions["dtype"], conditions["text"])
-    theirs = (*(old.get(name) for name in ("policy", "for", "grid", "dtype")), old.get("text", {}).get("tokens_sha256"))
-    return [row["average"] for row in old["losses"]] if ours == theirs else []
+def _are_losses(given: object) -> bool:
+    """Rows with an average and all losses."""
+    names = ("average", *_COLUMNS)
+    rows = given if isinstance(given, list) else [None]
+    return all(isinstance(row, dict) and all(isinstance(row.get(name), int | float) for name in names) for row in rows)
+
+
+def _check_same(output: Path, earlier: dict[str, Any], **ours: object) -> None:
+    """Refuse to replace a profile that was made with other options, named here: its averages would be lost."""
+    text = earlier.get("text")
+    digest = text.get("tokens_sha256") if isinstance(text, dict) else None
+    theirs = {"by": "layer"} | earlier | {"text": digest}
+    for name, our in ours.items() if earlier else ():
+        if theirs.get(name) != our:
+            both = "" if name == "text" else f" ({theirs.get(name) or 'unknown'}, not {our})"
+            raise ValueError(f"--output {output} holds a profile made with another --{name}{both}; give another name")
 
 
 def _settings(
