@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msrnn.core import recurrence, reference
+from msrnn.core import formats, recurrence, reference
 from msrnn.core.attention import Attention
 from msrnn.core.rules import FOLDER
 from msrnn.core.slots import NEVER, Columns, Slots
@@ -19,6 +19,7 @@ from msrnn.kernels.numba import chunk as numba_chunk
 from msrnn.kernels.numba import scan as numba_scan
 from msrnn.kernels.torch import scan as torch_scan
 from msrnn.policy import Policy, parse_policy
+from tests.support.referee import decoded, replay
 from tests.support.residual import check_residual
 
 SCANS = {"eager": torch_scan.scan, "compiled": numba_scan.scan}
@@ -153,6 +154,36 @@ def test_padding_changes_nothing(scan: str, prompt: str, case: dict, data: st.Da
         check_row(
             row, out[row][:, mine], state, deaths, ref, reference.run(ref, *arguments, oneshot=prompt == "oneshot")
         )
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@settings(max_examples=60)
+@given(case=cases())
+def test_float32_is_refereed(scan: str, case: dict) -> None:
+    """Near-ties fall either way in float32, so evictions are replayed. Codes do not: they are those of each token."""
+    heads, kv_heads = case["groups"]
+    limit = case["policy"].capacity or 9
+    policy, attention = replace(case["policy"], capacity=limit, gain=None, rule=None, residual=None), Attention(0.5)
+    query, key, value = (rows.float() for rows in tensors(case["length"], heads, kv_heads, case["seed"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSRNN_OPS", scan)
+        out, state, deaths = chunked(policy, attention, query, key, value, case["splits"], case["chunk"])
+    table = torch.full((state.positions.shape[1], case["length"]), NEVER)
+    for (_, unit, born), last in deaths.items():
+        table[unit, born] = last
+    verdict = replay(query[0].double(), *decoded(key[0], value[0], policy), table, policy, attention)
+    torch.testing.assert_close(out[0].double(), verdict.outputs, rtol=0, atol=1e-5)
+    assert verdict.regret <= 1e-5
+    check_codes(state, *state.expand(key, value))
+
+
+def check_codes(state: Slots, key: Tensor, value: Tensor) -> None:
+    """What is held of keys [1, G, T, D] and values of all tokens, bit for bit."""
+    stored = (key, value) if state.kv is None else formats.encode(key, value, state.kv)
+    positions = state.positions.repeat_interleave(len(key[0]) // state.positions.shape[1], 1)
+    for ours, rows in zip(state.stored, stored, strict=True):
+        token = positions.clamp(min=0)[..., None].expand(*positions.shape, rows.shape[3])
+        assert torch.equal(ours[positions >= 0], rows.gather(2, token)[positions >= 0])
 
 
 @pytest.mark.parametrize("name", ["tova:6", "h2o:6", "window+2:6", "fade:6"])
