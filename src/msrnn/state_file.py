@@ -150,8 +150,7 @@ def _check_shape(path: str | Path, index: int, parts: Sequence[Slots], layer: Ge
         raise StateError(f"{path} cannot be used: layer {index} has {shape} heads and their size, the model {ours}")
     if any(part.sizes != slots.sizes or part.keys.dtype != slots.keys.dtype for part in parts):
         raise StateError(f"{path} cannot be used: the KV heads of layer {index} are not alike")
-    if not all(part.serves(cache.model.dtype) for part in parts):
-        dtype = slots.sums if slots.kv else slots.keys.dtype
+    for dtype in {part.dtype_for(cache.model.dtype) for part in parts} - {cache.model.dtype}:
         raise StateError(f"{path} cannot be used: layer {index} is {dtype}, not {cache.model.dtype}")
 
 

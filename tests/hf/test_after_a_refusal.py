@@ -46,17 +46,25 @@ def test_a_refused_call_leaves_the_cache_as_it_was(llama, case: str) -> None:
     assert torch.equal(logits, logits_after(model, IDS, IDS[:, :3]))
 
 
-@pytest.mark.parametrize("policy", ["tova:6", "fade:6,kv=int8", "blend:6,kv=k8v4"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "policy, held, given",
+    [
+        *((policy, torch.float32, torch.float64) for policy in ("tova:6", "fade:6,kv=int8", "blend:6,kv=k8v4")),
+        *((policy, torch.bfloat16, torch.float32) for policy in ("tova:6", "h2o:6", "fade:6", "blend:6")),
+        ("tova:6,gain=value_norm", torch.bfloat16, torch.float16),
+    ],
+)
 @torch.no_grad()
-def test_a_refused_dtype_leaves_the_cache_as_it_was(llama, policy: str) -> None:
-    """Codes would fit any dtype, the scores beside them do not."""
-    model = llama()
+def test_a_refused_dtype_leaves_the_cache_as_it_was(llama, policy, held, given, tokens) -> None:
+    """Codes would fit any dtype, the scores beside them do not; scores would fit, 16-bit slots do not."""
+    model = llama().to(held)
     cache = msrnn.cache(model, policy)
     model(IDS, past_key_values=cache)
-    model.double()
-    with pytest.raises(ValueError, match=r"holds torch.float32, torch.float64 was given"):
-        model(IDS[:, :3], past_key_values=cache)
-    model.float()
+    model.to(given)
+    with pytest.raises(ValueError, match=rf"holds {held}, {given} was given"):
+        model(IDS[:, :tokens], past_key_values=cache)
+    model.to(held)
     logits = model(IDS[:, :3], past_key_values=cache).logits
     assert torch.equal(logits, logits_after(model, IDS, IDS[:, :3], policy=policy))
 

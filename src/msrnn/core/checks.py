@@ -73,7 +73,7 @@ def _sums(slots: Slots) -> torch.dtype:
     """The dtype to add up in: codes do not tell the model's, so what is there decides between the two there are."""
     if slots.scales is None:
         return torch.promote_types(slots.keys.dtype, torch.float32)
-    return torch.float64 if slots.sums == torch.float64 else torch.float32
+    return torch.float64 if slots.sum_dtype == torch.float64 else torch.float32
 
 
 def _counts(slots: Slots, policy: Policy, window: int | None) -> Iterator[str]:

@@ -171,16 +171,19 @@ class Slots:
         return "k8v4" if self.values.dtype == torch.uint8 else "int8"
 
     @property
-    def sums(self) -> torch.dtype | None:
+    def sum_dtype(self) -> torch.dtype | None:
         """The dtype of scores, gains, a rule's memory and the residual; None where there are none of them."""
         stored = (self.scores, self.gains, self.memory, self.residual)
         return next((tensor.dtype for tensor in stored if tensor is not None), None)
 
-    def serves(self, dtype: torch.dtype) -> bool:
-        """Whether a model of this dtype can go on from here: codes fit any, what is summed up beside them does not."""
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """`dtype` itself if a model of it can go on from here, else the one that is stored.
+
+        Codes fit a model of any dtype; what is summed up beside them does not.
+        """
         if self.kv is None:
-            return self.keys.dtype == dtype
-        return self.sums in (None, torch.promote_types(dtype, torch.float32))
+            return self.keys.dtype
+        return dtype if self.sum_dtype in (None, torch.promote_types(dtype, torch.float32)) else self.sum_dtype
 
     @property
     def filled(self) -> int:

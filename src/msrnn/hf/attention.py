@@ -100,11 +100,8 @@ class _Switch:
         if not same_shape(cache.config, self.config):
             raise BoundIgnored("this cache was made for another model; make one with msrnn.cache(model, policy)")
         cache.check()
-        if ids is not None and ids.shape[-1] == 0:  # `generate` has skipped as many tokens as the cache has read
-            raise BoundIgnored(
-                f"this cache has read {cache.get_seq_length()} tokens, so none of the given ones is new: begin another "
-                "text with a new cache, or give all that was read and what follows"
-            )
+        if ids is not None and ids.shape[-1] == 0:
+            raise BoundIgnored(_nothing_new(cache.get_seq_length()))
         with _lock:  # in this order: a signal between any two lines leaves nothing that `_leave` does not mend
             if self.config._attn_implementation != NAME:
                 self.before = self.config._attn_implementation
@@ -127,6 +124,16 @@ class _Switch:
                 self.calls[thread] = others
             else:
                 self.calls.pop(thread, None)
+
+
+def _nothing_new(read: int) -> str:
+    """Why a call has no token: `generate` skips as many as the cache has read."""
+    if read == 0:
+        return "there are no tokens; give at least one"
+    return (
+        f"this cache has read {read} tokens, so none of the given ones is new: begin another text with a new cache, or "
+        "give all that was read and what follows"
+    )
 
 
 def _bounded_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -154,8 +154,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.slots is None:
             return key.shape[1], (key.shape[3], value.shape[3]), key.dtype
         parts = parts_of(self.slots)
-        dtype = key.dtype if parts[0].serves(key.dtype) else parts[0].sums or parts[0].keys.dtype
-        return sum(part.keys.shape[1] for part in parts), self.slots.sizes, dtype
+        return sum(part.keys.shape[1] for part in parts), self.slots.sizes, parts[0].dtype_for(key.dtype)
 
     def get_seq_length(self) -> int:
         """Columns fed, padding included: positions and masks count these, not the slots held."""
