@@ -29,6 +29,7 @@ _MOST_SLOTS = 16384  # a chunk of larger states keeps the GPU busy, and the larg
 _MOST_BLENDED = 2**13 - TAILS[-1]  # the same with a residual, whose scan holds fewer columns
 Kind = tuple[object, ...]
 _graphs: dict[tuple[int | None, Kind], ReadGraphs] = {}  # by lane and kind
+_replaced: list[ReadGraphs] = []  # kept: destroying a graph frees the matmul workspace of all on its capture stream
 
 
 def can_be_captured(blocks: Slots, policy: Policy, attention: Attention) -> bool:
@@ -63,8 +64,12 @@ def capture(
     Graphs of different lanes may run at the same time. They keep their memory, which vLLM's memory profile counts.
     """
     if shapes and can_be_captured(blocks, policy, attention):
-        graphs = ReadGraphs(blocks, new, policy, attention, shapes, chunk, lane)
-        _graphs[lane, kind_of(blocks, new[0], policy, attention)] = graphs
+        key = lane, kind_of(blocks, new[0], policy, attention)
+        if key in _graphs:  # another engine's, of smaller batches
+            if _graphs[key].replays.keys() >= set(shapes):
+                return
+            _replaced.append(_graphs[key])
+        _graphs[key] = ReadGraphs(blocks, new, policy, attention, shapes, chunk, lane)
 
 
 @contextmanager
