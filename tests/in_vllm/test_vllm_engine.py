@@ -30,9 +30,11 @@ SETUPS = {  # pytest puts tests with the same number in their list of setups tog
         Setup("tova:64", {"enable_prefix_caching": True}),
         Setup("h2o:64", PIECES),
         Setup("blend:64", PIECES),
-        Setup("tova:256", {"enable_prefix_caching": False, "max_num_seqs": 2}),
         Setup("window+4:64", PIECES),
+        Setup("fade:64", PIECES),
+        Setup("tova:256", {"enable_prefix_caching": False, "max_num_seqs": 2}),
         Setup("window+4:256"),
+        Setup("fade:256"),
         Setup("h2o:256", {"enable_prefix_caching": False}),
     )
 }
@@ -83,7 +85,7 @@ def test_prompts_that_vllm_has_read_before_change_nothing(running, prompts, alon
     assert greedy(llm, prompts) == alone(policy)
 
 
-@on("tova:64", "h2o:64", "blend:64")
+@on("tova:64", "h2o:64", "blend:64", "window+4:64", "fade:64")
 def test_preempted_requests_start_over_and_end_the_same(running, prompts, alone):
     from vllm import SamplingParams
 
@@ -139,6 +141,31 @@ def test_every_layer_has_its_policy_and_its_blocks(running):
 
 
 @on("tova:64")
+def test_no_memory_of_layers_is_kept(running, prompts, alone):
+    llm, policy = running
+    assert gives_memory_back(llm, prompts)
+    assert greedy(llm, prompts[:2]) == alone(policy)[:2]
+
+
+def gives_memory_back(llm, prompts) -> bool:
+    """Whether layers let go of memory that they had for a while: vLLM needs back what its memory profile gave them."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from msrnn.vllm.backend import bounded_layers
+
+    layers = bounded_layers(llm.llm_engine.vllm_config.compilation_config.static_forward_context).values()
+    before = [layer.kv_cache for layer in layers]
+    for layer, memory in zip(layers, before, strict=True):
+        layer.kv_cache = torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype).zero_()
+    used = [StorageWeakRef(layer.kv_cache.untyped_storage()) for layer in layers]
+    greedy(llm, prompts, 4)
+    for layer, memory in zip(layers, before, strict=True):
+        layer.kv_cache = memory
+    return all(storage.expired() for storage in used)
+
+
+@on("tova:64")
 def test_new_metadata_builders_publish_the_same_metrics(running, prompts, alone, monkeypatch, tmp_path):
     """On a GPU vLLM makes them twice: for its memory profile of CUDA graphs, and after it."""
     llm, policy = running
@@ -154,6 +181,28 @@ def test_new_metadata_builders_publish_the_same_metrics(running, prompts, alone,
     finally:
         for group, builders in before:
             group.metadata_builders = builders
+
+
+def test_a_piece_of_each_of_many_prompts(model, prompts, alone, monkeypatch):
+    """With the options that `msrnn serve` sets on a GPU."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from msrnn.vllm.lane_count import WORKER
+
+    batches, schedule = [], Scheduler.schedule
+
+    def noting(self, *arguments, **options):
+        output = schedule(self, *arguments, **options)
+        batches.append(sorted(output.num_scheduled_tokens.values()))
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", noting)
+    limits = {"long_prefill_token_threshold": 32, "long_prefill_token_threshold_adaptive": True}
+    with engine(model, "tova:64", max_num_batched_tokens=256, worker_cls=WORKER, **limits) as llm:
+        assert greedy(llm, prompts) == alone("tova:64")
+        assert [1, 5, 40, 51, 51] in batches, "a fifth of the batch, not all of a prompt"
+        assert [greedy(llm, [ids])[0] for ids in prompts] == alone("tova:64")
+        assert [256] in batches, "who is alone has no limit"
 
 
 def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
@@ -181,6 +230,7 @@ def test_layers_of_unequal_kind_and_capacity(model, prompts, hf_model):
         assert blocks == price(geometry(hf_model), plan, torch.float32, 1)[0], "what msrnn serve says"
         assert scheduler(llm).kv_cache_config.num_blocks == MEMORY // blocks
         outputs = greedy(llm, prompts[-2:])
+        assert gives_memory_back(llm, prompts[-2:])
     for ids, tokens in zip(prompts[-2:], outputs, strict=True):
         inputs, cache = torch.tensor([ids]), msrnn.cache(hf_model, plan)
         lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}

@@ -95,6 +95,26 @@ def test_a_batch_that_is_not_read_in_pieces_stops_the_server(model, prompts, mon
             greedy(llm, [prompts[0]])
 
 
+def test_a_new_prompt_of_one_token_beside_a_long_one(model, prompts, afresh):
+    """With vLLM's own scheduler the long one's piece ends anywhere, and the other is behind it: none is alone."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    options = pool(64) | {"worker_cls": WORKER, "long_prefill_token_threshold": 80}
+    del options["scheduler_cls"]
+    with engine(model, "tova:64", **options) as own:
+        llm, tokens = own.llm_engine, {}
+        llm.add_request("long", {"prompt_token_ids": prompts[2]}, sampling)
+        llm.step()
+        llm.add_request("one", {"prompt_token_ids": prompts[0][:1]}, sampling)
+        while llm.has_unfinished_requests():
+            for answer in llm.step():
+                tokens[answer.request_id.partition("-")[0]] = list(answer.outputs[0].token_ids)
+        assert tokens["long"] == afresh[2]
+        assert greedy(own, [prompts[2]]) == [afresh[2]]
+        assert external_hits(own) > 0
+
+
 @pytest.fixture
 def pieces(monkeypatch) -> list[int]:
     """The number of pieces of every batch that has some."""

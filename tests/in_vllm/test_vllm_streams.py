@@ -24,6 +24,7 @@ from tests.support.tiny_eval import tokenizer
 
 CAPACITY, STATES, CLIENTS, NEW = 32, 8, 200, 8
 MEMORY = 84 << 10  # 9 blocks of 9.1 KiB: vLLM keeps one to itself
+POOL = 20 << 10  # two states
 LENGTH = 1 << 17
 ENDLESS = 100_000  # tokens of a stream that ends only with its client or its server
 PATIENCE = 240.0
@@ -40,7 +41,7 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("streams") / "log"
-    options = ("--max-model-len", str(LENGTH), "--kv-cache-memory-bytes", str(MEMORY))
+    options = ("--max-model-len", str(LENGTH), "--kv-cache-memory-bytes", str(MEMORY), "--prefix-pool", str(POOL))
     with serve(tiny_model, f"tova:{CAPACITY}", log, *options) as started:
         yield started
 
@@ -88,6 +89,24 @@ async def crowd(url: str, texts: list[list[int]]) -> tuple[list[list[int]], list
             tokens = await asyncio.gather(*answers)
     await until(url, running=0, waiting=0)
     return tokens, codes
+
+
+def test_states_leave_a_full_pool(server, texts):
+    """Four texts of 512 tokens and more, in a pool for two of them; each is answered as if none was kept."""
+    url = server[1]
+    assert metric(url, "msrnn_prefix_pool_states") == 0, "no text was so long"
+    long = [[*texts[number], *range(256)] * 3 for number in range(4)]
+    long = [ids[:600] for ids in long]
+    answers = asyncio.run(in_turn(url, [*long, long[3], long[0]]))
+    assert answers == [*answers[:4], answers[3], answers[0]]
+    assert metric(url, "msrnn_prefix_pool_hits_total") == 1, "the last but one; the last's had left"
+    assert metric(url, "msrnn_prefix_pool_states") == 2
+    assert metric(url, "msrnn_prefix_pool_evictions_total") == 3
+
+
+async def in_turn(url: str, texts: list[list[int]]) -> list[list[int]]:
+    async with client_of(url) as client:
+        return [await read(client, ids) for ids in texts]
 
 
 def test_a_killed_worker_ends_the_streams_and_the_server(server, texts):

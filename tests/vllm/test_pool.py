@@ -148,6 +148,74 @@ def test_states_come_back_as_they_were(device: str, ring: int, monkeypatch: pyte
 
 
 @RING
+def test_streams_share_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lanes, each keeping its layer's part of every state, with two places; blocks are overwritten at once."""
+    size, states = 1 << 20, 24
+    monkeypatch.setattr(host, "_RING", 2 * size)
+    layers = [torch.randint(256, (states, size), dtype=torch.uint8, device="cuda") for _ in range(3)]
+    pool = HostPool(states, layers)
+    before, lanes = [layer.clone() for layer in layers], [torch.cuda.Stream() for _ in layers]
+    for lane in lanes:
+        lane.wait_stream(torch.cuda.current_stream())
+    for state in range(states):
+        for number, (layer, lane) in enumerate(zip(layers, lanes, strict=True)):
+            with torch.cuda.stream(lane):
+                pool.save(number, layer[state], state)
+                layer[state] = 0
+    for lane in lanes:
+        torch.cuda.current_stream().wait_stream(lane)
+    for state in range(states):
+        pool.load(layers, state, states - 1 - state)
+    for number, layer in enumerate(layers):  # a place is overwritten while it may still be loaded
+        pool.save(number, torch.zeros_like(layer[0]), 0)
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer, old.flip(0))
+    pool.load(layers, 0, 0)
+    assert not any(layer[0].any() for layer in layers)
+    pool.close()
+
+
+@RING
+def test_a_load_waits_for_its_own_state() -> None:
+    """Not for copies that were begun after it, which a slow kernel holds up on the stream they share."""
+    layers = [torch.arange(4, dtype=torch.uint8, device="cuda").repeat_interleave(1 << 20).view(4, -1)]
+    pool = HostPool(2, layers)
+    pool.save(0, layers[0][1], 0)
+    slow = torch.cuda.Stream()
+    slow.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        pool.save(0, layers[0][2], 1)
+        ended = torch.cuda.Event()
+        ended.record()
+    pool.load(layers, 0, 3)
+    torch.cuda.current_stream().synchronize()
+    assert not ended.query(), "the load has not waited"
+    assert torch.equal(layers[0][3], layers[0][1])
+    pool.load(layers, 1, 3)
+    assert torch.equal(layers[0][3], layers[0][2])
+    pool.close()
+
+
+@RING
+def test_the_memory_of_the_ring_may_be_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_reserved", {})
+    layers = [torch.zeros(2, 1 << 20, dtype=torch.uint8, device="cuda")]
+    before = torch.cuda.memory_allocated()
+    host.reserve_ring(layers[0].device)
+    reserved = torch.cuda.memory_allocated()
+    assert reserved == before + host._RING
+    pool = HostPool(2, layers)
+    host.reserve_ring(layers[0].device)  # vLLM runs the model without blocks later, too
+    files = HostPool(2, layers, saves=False)
+    assert files.ring is None
+    assert torch.cuda.memory_allocated() == reserved
+    files.close()
+    pool.close()
+    assert torch.cuda.memory_allocated() == before
+
+
+@RING
 def test_memory_can_be_pinned_again_after_the_end() -> None:
     layers = [torch.zeros(2, 1 << 20, dtype=torch.uint8, device="cuda")]
     for _ in range(3):  # freed memory comes back at the same address
