@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from msrnn.core import formats
 from msrnn.core.attention import Attention
 from msrnn.core.slots import Slots, gain_of
 from msrnn.kernels.torch import step as torch_step
 from msrnn.kernels.triton import step as triton_step
+from msrnn.kernels.triton.notes import DecisionStream
 from msrnn.policy import Policy, parse_policy
 
 Shape = tuple[int, int, int, int]  # batch, query heads, KV heads, head size
@@ -34,8 +36,9 @@ def filled(policy: Policy, shape: Shape, dtype: torch.dtype, window: int | None 
     batch, heads, kv_heads, size = shape
     like = torch.empty(batch, kv_heads, 1, size, dtype=dtype, device=DEVICE)
     slots = Slots.empty(policy, like, like, heads, window)
-    slots.keys.normal_()
-    slots.values.normal_()
+    numbers = (torch.randn(*slots.keys.shape[:3], size, dtype=dtype, device=DEVICE) for _ in "kv")
+    for rows, new in zip(slots.stored, stored(slots, *numbers), strict=True):
+        rows.copy_(new)
     units, count = slots.positions.shape[1:]
     slots.seen.fill_(count)
     order = torch.rand(batch, units, count, device=DEVICE).argsort(-1)
@@ -45,21 +48,39 @@ def filled(policy: Policy, shape: Shape, dtype: torch.dtype, window: int | None 
     if slots.scores is not None:
         slots.scores.uniform_()
     if slots.gains is not None:
-        slots.gains.copy_(gain_of(slots.values, slots.gains.dtype))
+        slots.gains.copy_(gain_of(slots.decoded(torch.float32)[1], slots.gains.dtype))
     return slots
 
 
-def random_token(slots: Slots, heads: int, spread: float = 2.0) -> Token:
-    batch, _, _, size = slots.keys.shape
-    query = spread * torch.randn(batch, heads, size, dtype=slots.keys.dtype, device=DEVICE)
-    return query, torch.randn_like(slots.keys[:, :, 0]), torch.randn_like(slots.values[:, :, 0])
+def stored(slots: Slots, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """key [..., D] and value [..., V] as slots hold them: themselves, or the definition's codes and scales.
+
+    On the CPU: on a GPU PyTorch divides by a constant through its reciprocal, which is off by a rounding now and then.
+    """
+    if slots.kv is None:
+        return key, value
+    return tuple(rows.to(DEVICE) for rows in formats.encode(key.cpu(), value.cpu(), slots.kv))
+
+
+def decoded(slots: Slots, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """What is stored, in float64."""
+    if slots.kv is None:
+        return rows[0].double(), rows[1].double()
+    return formats.decode(rows[0], rows[1], rows[2], slots.kv, torch.float64)
+
+
+def random_token(slots: Slots, heads: int, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0) -> Token:
+    (batch, count), (size, width) = slots.keys.shape[:2], slots.sizes
+    shapes = ((batch, heads, size), (batch, count, size), (batch, count, width))
+    query, key, value = (torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes)
+    return spread * query, key, value
 
 
 def in_float64(slots: Slots, token: Token, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """With the new token in its slot: positions [B, U, S], weights times gains [B, H, S], outputs [B, H, D]."""
-    query, key, value = (tensor.double() for tensor in token)
-    units, stored = slots.next.shape[1], key.shape[1]
-    keys, values = slots.keys.double(), slots.values.double()
+    query, (key, value) = token[0].double(), decoded(slots, stored(slots, *token[1:]))
+    units, kept = slots.next.shape[1], key.shape[1]
+    keys, values = (rows.clone() for rows in decoded(slots, slots.stored))
     keys.scatter_(2, slot_index(slots.next, keys), key[:, :, None])
     values.scatter_(2, slot_index(slots.next, values), value[:, :, None])
     now = slots.seen[:, None, None]
@@ -67,7 +88,7 @@ def in_float64(slots: Slots, token: Token, attention: Attention) -> tuple[Tensor
     visible = positions >= 0
     if attention.window is not None:
         visible &= positions > now - attention.window
-    group = query.shape[1] // stored
+    group = query.shape[1] // kept
     logits = (query[:, :, None] @ keys.repeat_interleave(group, 1).mT)[:, :, 0] * attention.scale
     if attention.softcap is not None:
         logits = attention.softcap * torch.tanh(logits / attention.softcap)
@@ -99,7 +120,7 @@ def referee(text: str, shape: Shape, dtype: torch.dtype, extra: str, tokens: int
     slots = filled(policy, shape, dtype, attention.window)
     worst = {"regret": 0.0, "error": 0.0, "eager_error": 0.0, "scores": 0.0, "gains": 0.0}
     for _ in range(tokens):
-        token, position = random_token(slots, heads), slots.seen.clone()
+        token, position = random_token(slots, heads, dtype), slots.seen.clone()
         active = torch.ones_like(position, dtype=torch.bool)
         if extra == "inactive":
             active[1::2] = False
@@ -121,13 +142,13 @@ def referee(text: str, shape: Shape, dtype: torch.dtype, extra: str, tokens: int
 
 def check_written(worst: dict[str, float], slots: Slots, before: Slots, token: Token, active: Tensor) -> None:
     """Key and value of the new token, and nothing else, have changed in the rows that are active; its gain, too."""
-    here = active[:, None, None]
-    for after, old, new in ((slots.keys, before.keys, token[1]), (slots.values, before.values, token[2])):
+    here, rows = active[:, None, None], stored(slots, *token[1:])
+    for after, old, new in zip(slots.stored, before.stored, rows, strict=True):
         new = torch.where(here, new, old.gather(2, slot_index(before.next, old))[:, :, 0])
         assert torch.equal(after, old.scatter(2, slot_index(before.next, old), new[:, :, None])), "the new token"
     if slots.gains is not None and before.gains is not None:
         index = slot_index(before.next, before.gains[..., None])[..., 0]
-        norm = gain_of(token[2], before.gains.dtype)
+        norm = gain_of(decoded(slots, rows)[1], torch.float64).to(before.gains.dtype)
         norm = torch.where(active[:, None], norm, before.gains.gather(2, index)[..., 0])
         off = (slots.gains - before.gains.scatter(2, index, norm[..., None])).abs() / norm.max()
         worst["gains"] = max(worst["gains"], float(off.nan_to_num(torch.inf).max()))
@@ -181,7 +202,8 @@ SHAPES: list[tuple[Shape, torch.dtype, int]] = [  # with dtype and capacity
 ] if ON_GPU else [((2, 4, 2, 16), torch.float32, 20), ((3, 2, 2, 20), torch.float32, 17)]  # fmt: skip
 POLICIES = ("tova:{k}", "tova+4:{k},last=8", "h2o:{k}", "h2o-layer:{k},momentum=0.9", "tova-head:{k}",
             "tova-query-head:{k}", "window+4:{k}", "tova:{k},gain=value_norm", "h2o:{k},gain=value_norm",
-            "tova-query-head:{k},gain=value_norm")  # fmt: skip
+            "tova-query-head:{k},gain=value_norm", "tova:{k},kv=int8", "h2o:{k},kv=k8v4",
+            "tova:{k},gain=value_norm,kv=k8v4", "tova-query-head:{k},kv=int8")  # fmt: skip
 EXTRAS = ("", "window", "sinks", "wide", "inactive", "softcap")
 
 
@@ -215,7 +237,8 @@ def graphs() -> None:
     """A captured step, replayed, leaves the slots that as many plain calls leave."""
     for text, shape in (
         ("tova:64", (2, 8, 2, 64)), ("h2o:64", (2, 8, 8, 128)), ("tova:512", (1, 32, 32, 128)),
-        ("h2o:64,gain=value_norm", (2, 8, 8, 128)),
+        ("h2o:64,gain=value_norm", (2, 8, 8, 128)), ("tova:64,kv=int8", (2, 8, 2, 64)),
+        ("h2o:64,kv=k8v4", (2, 8, 8, 128)), ("tova:512,kv=k8v4", (1, 32, 32, 128)),
     )[slice(None if ON_GPU else 1)]:  # fmt: skip
         policy, attention = parse_policy(text), Attention(0.1)
         slots = filled(policy, shape, torch.bfloat16)
@@ -392,11 +415,12 @@ def kernels() -> None:
 def sanitize() -> None:
     """Small cases under compute-sanitizer, with and without a decision stream."""
     for text, shape in (("tova:40", (2, 8, 2, 64)), ("h2o:70", (2, 4, 4, 80)), ("tova:513", (1, 4, 4, 128)),
-                        ("h2o:70,gain=value_norm", (2, 8, 4, 80)))[slice(None if ON_GPU else 1)]:  # fmt: skip
+                        ("h2o:70,gain=value_norm", (2, 8, 4, 80)), ("tova:513,kv=int8", (1, 4, 4, 128)),
+                        ("h2o:70,kv=k8v4", (2, 8, 4, 80)))[slice(None if ON_GPU else 1)]:  # fmt: skip
         for window in (None, 30):
             policy, attention = parse_policy(text), Attention(0.1, window=window)
             slots = filled(policy, shape, torch.bfloat16, window)
-            for stream in (nullcontext(), triton_step.DecisionStream(DEVICE), nullcontext()):
+            for stream in (nullcontext(), DecisionStream(DEVICE), nullcontext()):
                 with stream:
                     triton_step.step(slots, *random_token(slots, shape[1]), policy, attention)
                 slots.seen += 1
