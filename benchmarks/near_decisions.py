@@ -1,11 +1,11 @@
 """How many of a scan's decisions are near, by their place in a text: what a scan's time on a GPU depends on.
 
     python benchmarks/near_decisions.py --tokens 65536 --rope 10000 --out results/near_decisions.jsonl
-    python benchmarks/near_decisions.py --tokens 8192 --flat --out results/near_decisions.jsonl
+    python benchmarks/near_decisions.py --tokens 8192 --attention flat --out results/near_decisions.jsonl
     python benchmarks/near_decisions.py --tokens 8192 --text BOOK.txt --out ...    # a trained model
 
 One layer of the Llama-3-8B shape with `tova`, on a CPU. Queries and keys are as random weights give them, with RoPE of
-a given base; each head's queries share a direction (`steady`, as in `vllm_gpu.py`) unless `--flat`. With `--text` they
+a given base; each head's queries share a direction unless `--attention flat`, as in `vllm_gpu.py`. With `--text` they
 are those of SmolLM2-135M-Instruct, which reads that file in float32 with the same policy in all of its layers.
 
 The Triton scan weighs a row before it knows what leaves in the 16 to 31 rows in front. Where the two least important
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm_gpu_engine import STRENGTH
 
 from msrnn.core.attention import Attention
 from msrnn.core.recurrence import read
@@ -38,14 +39,17 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--rope", type=float, help="base of RoPE; none if not given")
-    parser.add_argument("--flat", action="store_true", help="queries share no direction")
+    parser.add_argument("--attention", choices=sorted(STRENGTH), help="default: steady")
     parser.add_argument("--text", type=Path, help="a text for a trained model to read, instead of random tokens")
     parser.add_argument("--layers", type=int, nargs="+", help="of the trained model; all by default")
     parser.add_argument("--every", type=int, default=4, help="look at one chunk in so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.text and (options.flat or options.rope):
-        parser.error("--text: a trained model has a RoPE and an attention of its own, so neither --rope nor --flat")
+    if options.text and (options.attention or options.rope):
+        parser.error(
+            "--text: a trained model has a RoPE and an attention of its own, so neither --rope nor --attention"
+        )
+    options.attention = options.attention or "steady"
     about = {"date": now(), "commit": commit(), "machine": machine(torch.device("cpu")), "versions": versions()}
     about |= {"command": command(), "kind": "near decisions", "policy": f"tova:{options.capacity}"}
     for counted in trained(options) if options.text else random(options):
@@ -61,7 +65,7 @@ def random(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Random tokens, a record for each piece."""
     layer = Layer(options.capacity, HEADS, KV_HEADS, SIZE)
     for start in range(0, options.tokens, PIECE):
-        about = {"attention": "flat" if options.flat else "steady", "rope_theta": options.rope}
+        about = {"attention": options.attention, "rope_theta": options.rope}
         yield about | layer.feed(tokens(start, options), options.every)
 
 
@@ -107,10 +111,10 @@ def tokens(start: int, options: argparse.Namespace) -> tuple[Tensor, Tensor, Ten
     query, key, value = (
         1.28 * torch.randn(heads, PIECE, SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    if not options.flat:
+    if options.attention != "flat":
         slow = SIZE // 2 * 5 // 8
-        shared = 4 * torch.randn(HEADS, 1, 2, SIZE // 2 - slow, generator=torch.Generator().manual_seed(9))
-        query.view(HEADS, PIECE, 2, SIZE // 2)[..., slow:] += shared
+        shared = torch.randn(HEADS, 1, 2, SIZE // 2 - slow, generator=torch.Generator().manual_seed(9))
+        query.view(HEADS, PIECE, 2, SIZE // 2)[..., slow:] += STRENGTH[options.attention] * shared
     if options.rope:
         query, key = (_rotate(tensor, start, options.rope) for tensor in (query, key))
     return query, key, value

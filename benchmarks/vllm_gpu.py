@@ -11,10 +11,11 @@
     python benchmarks/vllm_gpu.py --engines stock msrnn stock msrnn --rounds 0 --out ...    # starts only
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
 
-A model of a given shape with random weights, in two kinds: `flat`, plain random weights, whose attention is the scan's
-worst case, and `steady`, with query biases that make a token's weight similar from row to row. `near_decisions.py`
-compares both with a trained model. Every engine runs in a process of its own, its loads in the order of their
-importance, round after round until its share of the minutes is over. A record is written as soon as it is measured.
+A model of a given shape with random weights, in three kinds: `flat`, plain random weights, whose attention is the
+scan's worst case, `steady`, with query biases that make a token's weight similar from row to row, and `trained`, with
+biases so strong that hardly more decisions are near than in a trained model (`near_decisions.py` counts them). Every engine
+runs in a process of its own, its loads in the order of their importance, round after round until its share of the
+minutes is over. A record is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 from turns import own_turn
 from vllm_gpu_compiled import Compilations
-from vllm_gpu_engine import ROPE_THETA, memory_of, set_weights, start
+from vllm_gpu_engine import ROPE_THETA, STRENGTH, memory_of, set_weights, start
 from vllm_gpu_kernels import kernels_of
 from vllm_gpu_summary import summary
 
@@ -69,6 +70,10 @@ LOADS = [
     Load(384, 2048, 1024, "steady", "throughput at least 2 x stock, nobody preempted", long=True),
     Load(256, 1024, 2048, "steady", "throughput at least 1.6 x stock, nobody preempted", long=True),
     Load(96, 4096, 1, "flat", "time at most 1.5 x stock", long=True),
+    Load(1, 4096, 1, "trained", "time at most 3 x stock"),
+    Load(1, 65536, 1, "trained", "time at most 1.1 x stock"),
+    Load(96, 4096, 1, "trained", "time at most 1.5 x stock"),
+    Load(384, 2048, 1024, "trained", "throughput at least 2 x stock, nobody preempted", long=True),
     Load(1024, 512, 256, long=True),
 ]
 
@@ -79,7 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--loads", nargs="+", help="e.g. first-96x4096; default: all of at most --max-num-seqs requests"
     )
-    parser.add_argument("--attention", choices=["flat", "steady"], help="only loads with this kind of attention")
+    parser.add_argument("--attention", choices=sorted(STRENGTH), help="only loads with this kind of attention")
     parser.add_argument("--shape", default="llama-3-8b", choices=["llama-3-8b", "llama-2-7b"])
     parser.add_argument("--policy", default="tova:512")
     parser.add_argument("--threshold", type=int, default=512, help="long_prefill_token_threshold with states")
@@ -172,12 +177,13 @@ def measure_loads(options: argparse.Namespace, engine: str, llm: Any, about: dic
         figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
         figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
         write(options.out, about | {"kind": "vllm load"} | figures)
-    if options.kernels and attention != "steady":
-        set_weights(llm, "steady")
+    wanted = options.attention or "steady"
+    if options.kernels and attention != wanted:
+        set_weights(llm, wanted)
     for load in sized(options):
-        if load.name in options.kernels and load.attention == "steady":
+        if load.name in options.kernels and load.attention == wanted:
             for found in kernels_of(llm.llm_engine, add_requests(llm.llm_engine, load, "kernels")):
-                write(options.out, about | {"kind": "vllm kernels", "load": load.name} | found)
+                write(options.out, about | {"kind": "vllm kernels", "load": load.name, "attention": wanted} | found)
 
 
 def start_parts(llm: Any) -> dict[str, Any]:
@@ -190,13 +196,13 @@ def start_parts(llm: Any) -> dict[str, Any]:
 
 
 def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
-    """Every load once, then again in further rounds, long ones in fewer; steady attention first."""
+    """Every load once, then again in further rounds, long ones in fewer; flat attention last."""
 
     def count(load: Load) -> int:
         return 1 if load.name in options.once else options.long_rounds if load.long else options.rounds
 
     turns = [(turn, load) for turn in range(options.rounds) for load in chosen(options) if turn < count(load)]
-    return sorted(turns, key=lambda pair: pair[1].attention == "flat")
+    return sorted(turns, key=lambda pair: ("steady", "trained", "flat").index(pair[1].attention))
 
 
 def sized(options: argparse.Namespace) -> list[Load]:

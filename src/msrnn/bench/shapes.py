@@ -44,10 +44,11 @@ def make(shape: str, dtype: torch.dtype, device: str, seed: int = 0, **changes: 
 
 @torch.no_grad()
 def steady(model: PreTrainedModel, strength: float = 4.0) -> None:
-    """Attention as in trained models, for a model with query biases: a token's weight is similar from row to row.
+    """Steady attention, for a model with query biases: a token's weight is similar from row to row.
 
     Every head's queries share a direction, in the dimensions that rotate slowly. With plain random weights the rows are
-    unrelated, which no trained model's are, and which is the scan's worst case.
+    unrelated, which no trained model's are, and which is the scan's worst case. A trained model's are more alike still
+    (benchmarks/near_decisions.py).
     """
     for name, bias in model.named_parameters():
         if name.endswith("q_proj.bias"):
