@@ -18,8 +18,11 @@ from torch import Tensor
 
 from msrnn.core.attention import Attention, weighted_sum
 from msrnn.core.slots import NEVER, Columns, unit_count
+from msrnn.kernels.torch import compact as torch_compact
+from msrnn.kernels.torch import encode as torch_encode
 from msrnn.kernels.torch import scan as torch_scan
 from msrnn.kernels.triton import compact as triton_compact
+from msrnn.kernels.triton import encode as triton_encode
 from msrnn.kernels.triton import scan as triton_scan
 from msrnn.policy import Policy, parse_policy
 
@@ -46,7 +49,8 @@ def chunk(
     """A random chunk after `held` tokens.
 
     flat: logits are independent, the closest race between columns. kept: a column's logits are similar from row to row,
-    as in real attention. bf16: products of bf16 vectors, rounded to bf16 once more, so that many are equal.
+    as in real attention. bf16: products of bf16 vectors, rounded to bf16 once more, so that many are equal. Where slots
+    are quantised: products with keys in their format.
     """
     units = unit_count(policy, heads, kv_heads)
     real = torch.ones(batch, rows, dtype=torch.bool, device=DEVICE)
@@ -65,6 +69,11 @@ def chunk(
     if like == "kept":
         logits += 2 * torch.randn(batch, heads, 1, held + rows, device=DEVICE, dtype=dtype)
         logits += 2 * torch.randn(batch, 1, 1, held + rows, device=DEVICE, dtype=dtype)
+    if policy.kv is not None:
+        sizes = ((heads, rows), (kv_heads, held + rows))
+        query, keys = (torch.randn(batch, *size, 64, device=DEVICE) for size in sizes)
+        keys = torch_encode.encode(keys, keys, policy.kv)[3]
+        logits = Attention(0.25).logits(query, keys).clone().to(dtype)  # not in a buffer that others use
     unused = logits.new_zeros(0)  # keys and values: a scan reads neither
     scores = torch.rand(positions.shape, device=DEVICE, dtype=dtype) if policy.momentum else None
     gains = None
@@ -107,6 +116,34 @@ def referee(scan: torch_scan.Scan, chunk: Chunk, policy: Policy, attention: Atte
     return regret, error, float((scan.scores.double() - score).abs().nan_to_num(torch.inf).max())
 
 
+def same_codes(policy: Policy, columns: Columns, expiry: Tensor, stored: int, held: int) -> bool:
+    """What a read does with quantised slots: encoded, decoded and moved as plain PyTorch does it, bit for bit.
+
+    Encoding is PyTorch's on the CPU: on a GPU it divides by a constant through its reciprocal. Triton's interpreter has
+    another rounding to bfloat16.
+    """
+    if policy.kv is None:
+        return True
+    batch, _, used = columns.positions.shape
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])):
+        key, value = (torch.randn(batch, stored, used, 64, device=DEVICE).to(dtype) for _ in "kv")
+        expected = [rows.to(DEVICE) for rows in torch_encode.encode(key.cpu(), value.cpu(), policy.kv)]
+        with poisoned():
+            rows = triton_encode.encode(key, value, policy.kv)
+            again = torch.empty_like(key), torch.empty_like(value)
+            triton_encode.decode(rows[:3], policy.kv, again)
+        if not all(map(torch.equal, (*rows, *again), (*expected, *expected[3:]))):
+            return False
+        end = min(used, max(held, policy.capacity or 0))
+        moved, wanted = ((columns.positions.clone(), *map(torch.clone, rows)) for _ in range(2))
+        triton_compact.compact(moved[0], None, moved[1:], expiry, used, end)
+        torch_compact.compact(wanted[0], None, wanted[1:], expiry, used, end)
+        pairs = zip(moved, wanted, strict=True)
+        if not all(torch.equal(ours[:, :, :end], theirs[:, :, :end]) for ours, theirs in pairs):
+            return False
+    return True
+
+
 def softmax(logits: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
     """logits [B, H, N], visible [B, U, N] -> [B, H, N] in float64, 0 where nothing is visible."""
     masked = logits.double().masked_fill(~visible.repeat_interleave(logits.shape[1] // visible.shape[1], 1), -torch.inf)
@@ -123,7 +160,8 @@ SHAPES = (  # batch, query heads, KV heads, rows, tokens held
 )
 POLICIES = ("tova:{k}", "tova+4:{k},last=8", "h2o:{k}", "h2o-layer:{k}", "tova-head:{k}", "tova-query-head:{k}",
             "tova:{k},momentum=0.9", "full", "tova:{k},gain=value_norm", "h2o:{k},gain=value_norm",
-            "tova-query-head:{k},gain=value_norm")  # fmt: skip
+            "tova-query-head:{k},gain=value_norm", "tova:{k},kv=int8", "h2o:{k},kv=k8v4",
+            "tova-query-head:{k},kv=k8v4")  # fmt: skip
 EXTRAS = ("", "window", "sinks", "padded", "kept", "bf16")
 
 
@@ -167,10 +205,11 @@ def passes(policy: Policy, shape: tuple[int, ...], extra: str) -> bool:
     off = float((double.weights / double.total - expected.weights).abs().nan_to_num(torch.inf).max())
     gain = 1.0 if inputs.columns.gains is None else float(inputs.columns.gains.max())  # scores are that much larger
     scores_off = float((double.scores - expected.scores).abs().nan_to_num(torch.inf).max())
-    fine = same and off < 1e-12 and scores_off < 1e-12 * gain and error < 1e-5
+    codes = same_codes(policy, inputs.columns, single.expiry, max(shape[2], single.expiry.shape[1]), held)
+    fine = codes and same and off < 1e-12 and scores_off < 1e-12 * gain and error < 1e-5
     fine = fine and regret < (1e-6 if policy.momentum else 1e-7) * gain and score_error < 1e-4 * gain
     if not fine:
-        record("WRONG", policy=str(policy), shape=shape, extra=extra, same_expiry=same, regret=regret,
+        record("WRONG", policy=str(policy), shape=shape, extra=extra, same_codes=codes, same_expiry=same, regret=regret,
                float64_off=max(off, scores_off), weight_error=error, score_error=score_error)  # fmt: skip
     return fine
 
