@@ -13,9 +13,9 @@
 
 A model of a given shape with random weights, in three kinds: `flat`, plain random weights, whose attention is the
 scan's worst case, `steady`, with query biases that make a token's weight similar from row to row, and `trained`, with
-biases so strong that hardly more decisions are near than in a trained model (`near_decisions.py` counts them). Every engine
-runs in a process of its own, its loads in the order of their importance, round after round until its share of the
-minutes is over. A record is written as soon as it is measured.
+biases so strong that about as many decisions are near as in a trained model (`near_decisions.py` counts them). Every
+engine runs in a process of its own, its loads in the order of their importance, round after round until its share of
+the minutes is over. A record is written as soon as it is measured.
 """
 
 from __future__ import annotations

@@ -226,6 +226,8 @@ def test_near_decisions_of_steady_flat_and_a_trained_model() -> None:
     layers = [shares("SmolLM2-135M-Instruct", layer=number) for number in range(30)]
     first, others = layers[0], [max(both) for both in layers[1:]]
     means = [sum(both[part] for both in layers) / 30 for part in (0, 1)]
+    like = shares("trained", rope_theta=500000.0)
+    assert f"stronger biases, with which {min(like):.0f} to {max(like):.0f} % are near" in WORDS
     text = f"it is {min(first):.0f} to {max(first):.0f} % in the first layer, at most {max(others):.0f} % in each of"
     assert f"{text} the other 29, and {means[0]:.0f} to {means[1]:.0f} % on average" in WORDS
 
