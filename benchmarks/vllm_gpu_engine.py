@@ -14,7 +14,7 @@ from typing import Any
 
 # As the models have it. With less, a token's weight changes within a long text, and `steady` attention is not steady.
 ROPE_THETA = {"llama-3-8b": 500000.0, "llama-2-7b": 10000.0}
-# Of the direction that a head's queries share. `trained`: about as many decisions are near as where SmolLM2 reads a book.
+# Of what a head's queries share. `trained`: about as many decisions are near as where SmolLM2 reads a book.
 STRENGTH = {"flat": 0, "steady": 4, "trained": 7}
 SMALL_KV = 64 << 20  # bytes for keys and values with --small
 
