@@ -66,7 +66,7 @@ def load_state(path: str | Path, cache: BoundedCache) -> None:
     about, tensors = _read(path)
     for name, ours in _owner(cache).items():
         if about[name] != ours:
-            raise StateError(f"{path} was made for another {name}: {_show(about[name])}, not {_show(ours)}")
+            raise StateError(f"{path} was made for another {name}: {_difference(about[name], ours)}")
     slots = iter(_check(path, cache.plan.policies, tensors, [layer.window for layer in layers]))
     by_layer = [[next(slots) for _ in parts(policy)] for policy in cache.plan.policies]
     for index, (own, layer) in enumerate(zip(by_layer, layers, strict=True)):
@@ -206,17 +206,25 @@ def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _show(text: str) -> str:
-    """A policy per layer is shown once if all are the same."""
+def _difference(theirs: str, ours: str) -> str:
+    """Two settings; of policies by layer, those of the first layer in which they differ."""
+    their, our = _by_layer(theirs), _by_layer(ours)
+    if len(set(their)) == len(set(our)) == 1:
+        return f"{_brief(their[0])}, not {_brief(our[0])}"
+    if len(their) == len(our) > 0:
+        layer, *pair = next((i, *pair) for i, pair in enumerate(zip(their, our, strict=True)) if pair[0] != pair[1])
+        return f"layer {layer} had {_brief(pair[0])}, not {_brief(pair[1])}"
+    return f"{_brief(theirs)}, not {_brief(ours)}"
+
+
+def _by_layer(text: str) -> list[str]:
+    """The policies of a text that has one per layer; no other text has any."""
     try:
         policies = json.loads(text) if text.startswith("[") else None
     except (ValueError, RecursionError):
         policies = None
-    if not isinstance(policies, list) or not policies or not all(isinstance(one, str) for one in policies):
-        return _brief(text)
-    if len(set(policies)) == 1:
-        return _brief(policies[0])
-    return _brief(f"{', '.join(policies)} by layer")
+    valid = isinstance(policies, list) and all(isinstance(one, str) for one in policies)
+    return cast("list[str]", policies) if valid else []
 
 
 def _brief(text: str) -> str:
