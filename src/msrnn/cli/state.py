@@ -26,6 +26,7 @@ def add(commands: Commands) -> None:
     about = "read a text once and save the state, for msrnn serve --prefix"
     parser = commands.add_parser("state", help=about, description=_ABOUT, epilog=_EXAMPLES)
     subcommands = parser.add_subparsers(metavar="build", required=True, parser_class=Parser, help=about)
+    subcommands.type = str
     build = subcommands.add_parser("build", description=_ABOUT, epilog=_EXAMPLES)
     build.add_argument(
         "model", nargs="?", metavar="MODEL", help="a hub name or a folder (default: SmolLM2-135M-Instruct)"
@@ -47,8 +48,8 @@ def run(arguments: Namespace) -> None:
     options.check_policy(arguments)
     options.check_output_file(arguments.output, inputs=options.inputs(arguments))
     text = _read_text(Path(arguments.text))
-    weights = weights_digest(arguments.model, revision=arguments.revision)
     rnn, tokenizer = load_rnn(arguments)
+    weights = weights_digest(arguments.model, revision=arguments.revision)
     if any(policy.capacity is None for policy in rnn.plan.parts):
         raise ValueError("'full' is not bounded, so a server cannot start from its state; give a capacity")
     ids = _tokens(tokenizer, text, arguments.system)

@@ -72,6 +72,7 @@ def load(
     """
     if device is not None and device_map is not None:
         raise ModelError(f"device={device} and device_map={device_map} both place the model; give one")
+    _check_revision(name, revision)
     given = bundled() if name is None else name
     where, gguf = _locate(given)
     origin = {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
@@ -93,6 +94,7 @@ def config(
     name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedConfig:
     """A model's configuration, without its weights."""
+    _check_revision(name, revision)
     given = bundled() if name is None else name
     where, gguf = _locate(given)
     origin = {"revision": revision} if revision else {}
@@ -118,7 +120,9 @@ def _in_hub_cache(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except UNREADABLE as error:
-        raise ModelError(f"the weights of {name!r} are not here: {_first_line(error)}; load the model once") from error
+        raise ModelError(
+            f"the weights of {name!r} are not on this machine; check the name, and load the model once"
+        ) from error
 
 
 def bundled(progress: bool = True) -> Path:
@@ -137,6 +141,13 @@ def bundled(progress: bool = True) -> Path:
             "make 1 GB of room there or set MSRNN_CACHE to another folder"
         ) from error
     return folder
+
+
+def _check_revision(name: str | os.PathLike[str] | None, revision: str | None) -> None:
+    """Refuse a revision that would be ignored."""
+    if revision and (name is None or Path(name).expanduser().exists()):
+        model = "the default model" if name is None else repr(os.fspath(name))
+        raise ModelError(f"revision {revision!r} is for models on the hub, and {model} is not; leave the revision out")
 
 
 def _locate(name: str | os.PathLike[str]) -> tuple[str, str | None]:
