@@ -258,17 +258,30 @@ def test_figures_of_little(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, output",
     [
-        (["--figure", "wrods"], "unknown figure 'wrods'; did you mean 'words'?; allowed: perplexity, "),
+        (["--figure", "wrods"], "unknown figure 'wrods'; did you mean 'words'? Allowed: perplexity, "),
         (["--figure", "map"], "records and 0 traces have nothing for the figure 'map'"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(
     results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], output: str
 ) -> None:
-    assert main(["plot", str(results), "-o", str(tmp_path), *arguments]) == 2
+    before = sorted(tmp_path.iterdir())
+    assert main(["plot", str(results), "-o", str(tmp_path / "new" / "figures"), *arguments]) == 2
+    assert sorted(tmp_path.iterdir()) == before
     error = capsys.readouterr().err
     assert output in error
     assert error.count("\n") == 1
+
+
+def test_a_folder_for_no_figures_is_not_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    for output, reason in (
+        ("figures", "0 records and 0 traces have nothing"),
+        ("empty.jsonl", "is a file; give a fol"),
+    ):
+        assert main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(tmp_path / output)]) == 2
+        assert reason in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
 
 
 def test_recall_of_policies_that_were_not_all_run_at_every_capacity(tmp_path: Path, capsys: Any) -> None:

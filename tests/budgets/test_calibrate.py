@@ -171,7 +171,7 @@ def test_measurements_of_another_run_are_refused(llama: Any, tmp_path: Path) -> 
         (
             Settings(grid=(4, 8)),
             [12],
-            "12 lies outside the grid, 4 to 8; use an average from 4 to 8, or a grid that reaches 12",
+            "12 lies outside the grid, 4 to 8; use an average within it, or a grid that reaches 12",
         ),
         (Settings("tova+6", grid=(4, 8)), [8], "6 first and 0 last slots are protected, more than the capacity of 4"),
     ],

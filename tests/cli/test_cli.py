@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -106,7 +107,19 @@ BAD_FOR_A_MODEL = {  # these need torch
     "no such model": (["generate", "x", "--model", "./nothing"], "there is no file or folder './nothing'"),
     "no such hub model": (["info", "nobody/nothing", "tova:4"], "nobody/nothing"),
     "not a model": (["generate", "x", "--model", "/tmp"], "has no config.json"),
-    "memory": (["info", "tova:4", "--memory", "plenty"], "'plenty' is not a size"),
+    "memory": (["info", "tova:4", "--memory", "plenty"], "argument --memory: 'plenty' is not a size; write e.g. 16GiB"),
+    "revision": (
+        ["generate", "x", "--revision", "nope"],
+        "revision 'nope' is for models on the hub, and the default model is not; leave the revision out",
+    ),
+    "revision of a folder": (["info", "/tmp", "tova:4", "--revision", "nope"], "and '/tmp' is not; leave the revision"),
+    "state of no model": (["state", "build", "nobody/nothing", "--text", "PROFILE", "-o", "x"], "check the name, the"),
+    "residual at once": (
+        ["generate", "x", "--policy", "blend:16", "--prompt-mode", "oneshot"],
+        "blend:16: a residual needs every eviction in its turn; use --prompt-mode recurrent",
+    ),
+    "binary profile": (["generate", "x", "--profile", "BINARY"], "is not JSON: it is no UTF-8 text; give a file of"),
+    "binary records": (["report", "BINARY", "-o", "x"], "BINARY:1: not JSON: this is no UTF-8 text"),
     "few bytes": (["info", "tova:1KiB"], "hold no state"),
     "few bytes for best": (["info", "best:1KiB"], "1,024 bytes hold no state"),
     "best with a setting": (["info", "best:64,last=4"], "best takes kv= and profile= only, not last=4"),
@@ -125,9 +138,46 @@ def test_bad_input_gets_one_line(case):
 @pytest.mark.parametrize("case", BAD_FOR_A_MODEL)
 def test_bad_input_for_a_model_gets_one_line(capsys, monkeypatch, tmp_path, case):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "profile").write_text('{"capacities": [3, 4]}')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "PROFILE").write_text('{"capacities": [3, 4]}')
+    (tmp_path / "BINARY").write_bytes(b"\x80\x81\n")
     arguments, reason = BAD_FOR_A_MODEL[case]
-    assert_refused(*call(capsys, *(str(tmp_path / "profile") if a == "PROFILE" else a for a in arguments)), reason)
+    assert_refused(*call(capsys, *arguments), reason)
+    assert sorted(os.listdir()) == ["BINARY", "PROFILE"]
+
+
+EMPTY = (  # what an unset variable of the shell leaves of an option
+    ["generate", "x", "--policy", ""],
+    ["generate", "x", "--profile", ""],
+    ["generate", "-f", ""],
+    ["info", ""],
+    ["info", "", "tova:4"],
+    ["eval", "e.toml", "--policy", ""],
+    ["trace", "x", "-o", " "],
+    ["advise", "--text", "", "--within", "1"],
+    ["plot", "", "-o", "figures"],
+    ["bench", "--policy", "tova:8", ""],
+)
+
+
+@pytest.mark.parametrize("arguments", EMPTY)
+def test_an_empty_value_is_refused(capsys, arguments):
+    code, out, err = call(capsys, *arguments)
+    assert_refused(code, out, err, "is empty; give a value, or leave it out")
+    assert re.search(r"argument (-\S*(/--\S+)?|[A-Z]+): ", err)
+
+
+def test_an_empty_value_of_serve_is_refused(capsys):
+    """Its options are parsed apart from vLLM's, which may be empty."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "model", "--policy", ""])
+    assert "argument --policy: '' is empty; give a value" in capsys.readouterr().err
+
+
+def test_texts_may_be_empty():
+    parsed = parser().parse_args(["chat", "--system", ""])
+    assert parsed.system == ""
+    assert parser().parse_args(["report", "--title", ""]).title == ""
 
 
 def test_a_file_that_is_not_text_is_refused_before_anything_is_written(capsys, tiny, tmp_path):

@@ -146,7 +146,8 @@ def test_without_matplotlib_there_is_all_but_the_picture(
 ) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.main(["--length", "64", "--policy", "tova:16", "--out", str(tmp_path / "a.png")]) == 0
-    assert 'No picture: pip install ".[plot]" in a clone of msrnn for one.' in capsys.readouterr().out
+    expected = 'No picture: matplotlib is not installed here; for one, pip install ".[plot]" in a clone of msrnn.'
+    assert expected in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -154,10 +155,11 @@ def test_without_matplotlib_there_is_all_but_the_picture(
 @pytest.mark.parametrize(
     "options, reason",
     [
-        (["--out", "missing/a.png"], "missing is not a folder"),
+        (["--out", "missing/a.png"], "--out missing/a.png: there is no folder missing; make it first"),
+        (["--out", "a.txt"], "--out a.txt is no picture; give a name that ends in .png, .svg, .pdf, .jpg"),
         (["--policy", "tovo:8"], "did you mean 'tova:8'"),
         (["--length", "20"], "0 tokens of text"),
-        (["--text", "nothing.txt"], "nothing.txt"),
+        (["--text", "nothing.txt"], "there is no file nothing.txt; check --text"),
     ],
 )
 def test_mistakes_are_told_in_one_line(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
         (["advise", "--text", ".", "--within", "1"], "is a folder; give text files"),
         (["advise", "--text", "BOOK", "--within", "1", "--policy", "tova:64"], "names a size; give the kind alone"),
         (["advise", "--text", "BOOK", "--within", "1", "--policy", "tovo"], "did you mean 'tova'"),
-        (["advise", "--text", "BOOK", "--within", "1", "--memory", "much"], "'much' is not a size"),
+        (["advise", "--text", "BOOK", "--within", "1", "--memory", "much"], "argument --memory: 'much' is not a size"),
         (["advise", "--text", "BOOK", "--within", "1", "--policy", "tova,profile=no.json"], "no.json cannot be read"),
         (["calibrate", "-o", "p.json"], "--average"),
         (["calibrate", "--average", "8", "-o", "."], ". is a folder; give the name of a file"),
@@ -163,8 +163,8 @@ def test_advise(model: str, book: str, capsys: pytest.CaptureFixture[str]) -> No
         ),
         (["calibrate", "--average", "8", "-o", "p.json", "--grid", "8,x"], "'8,x' is not a list of whole numbers"),
         (
-            ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"],
-            "outside the grid, 16 to 16; use an average from 16 to 16, or a grid that reaches 8",
+            ["calibrate", "./nothing", "--text", "BOOK", "--average", "8", "-o", "P", "--grid", "16"],
+            "outside the grid, 16 to 16; use an average within it, or a grid that reaches 8",
         ),
         (
             ["calibrate", "MODEL", "--text", "BOOK", "--average", "8", "-o", "P", "--length", "512"],

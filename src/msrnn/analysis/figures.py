@@ -111,8 +111,8 @@ def names() -> list[str]:
 def check_name(name: str | None) -> None:
     if name is not None and name not in names():
         close = get_close_matches(name, names(), n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown figure {name!r}{hint}; allowed: {', '.join(names())}")
+        allowed = f"did you mean {close[0]!r}? Allowed" if close else "allowed"
+        raise ValueError(f"unknown figure {name!r}; {allowed}: {', '.join(names())}")
 
 
 def has_data(name: str, records: Iterable[Record]) -> bool:

@@ -65,8 +65,8 @@ class Settings:
         for average in averages:
             if not low <= average <= high:
                 raise ValueError(
-                    f"an average of {average} lies outside the grid, {low} to {high}; use an average from {low} to "
-                    f"{high}, or a grid that reaches {average}"
+                    f"an average of {average} lies outside the grid, {low} to {high}; use an average within it, "
+                    f"or a grid that reaches {average}"
                 )
 
 

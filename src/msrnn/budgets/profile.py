@@ -107,6 +107,8 @@ def _read_json(path: str | Path) -> object:
         shipped = ", ".join(shipped_profiles())
         other = f"; msrnn comes with: {shipped}" if shipped else ""
         raise ValueError(f"profile {path} cannot be read: {error.strerror or error}{other}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"profile {path} is not JSON: it is no UTF-8 text; give a file of msrnn calibrate") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"profile {path} is not JSON: {error}") from error
     return content

@@ -20,7 +20,7 @@ class Tolerance:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
         if not match or float(match[1]) <= 0:
             raise ValueError(
-                f"--within {text!r} is not a tolerance above 0; write perplexity points (0.4) or a share of full "
+                f"{text!r} is not a tolerance above 0; write perplexity points (0.4) or a share of full "
                 "attention's perplexity (5%)"
             )
         value = float(match[1])

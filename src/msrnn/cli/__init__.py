@@ -74,6 +74,7 @@ def parser() -> Parser:
     root = Parser(prog="msrnn", description=_ABOUT, epilog=_EXAMPLES)
     root.add_argument("--version", action="version", version=f"msrnn {__version__}")
     commands = root.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    commands.type = str  # it sees all arguments first, some of which may be empty
     for command in COMMANDS:
         command.add(commands)
     return root

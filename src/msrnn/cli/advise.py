@@ -11,7 +11,7 @@ from ..budgets.profile import check_policy_kind
 from ..budgets.tolerance import Tolerance
 from ..system.console import progress, table
 from . import options
-from .argument_parser import Commands
+from .argument_parser import Commands, size
 from .corpus import add_texts, batch_size, check_texts, read_chunks
 from .session import load_model
 
@@ -51,7 +51,8 @@ def add(commands: Commands) -> None:
     )
     kinds = "a policy without a size: best, tova, h2o-layer, tova,profile=FILE; may be repeated"
     parser.add_argument("--policy", action="append", metavar="KIND", help=f"{kinds} (default: {', '.join(KINDS)})")
-    parser.add_argument("--memory", metavar="SIZE", help="for weights and states, e.g. 24GiB (default: the device's)")
+    about = "for weights and states, e.g. 24GiB (default: the device's)"
+    parser.add_argument("--memory", type=size, metavar="SIZE", help=about)
     add_texts(parser, required=True, chunks="16")
     options.add_model(parser, option=False)
     options.add_output(parser)
@@ -59,16 +60,17 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    tolerance = Tolerance.parse(arguments.within)
+    try:
+        tolerance = Tolerance.parse(arguments.within)
+    except ValueError as error:
+        raise ValueError(f"--within {error}") from None
     kinds = arguments.policy or KINDS
     for kind in kinds:
         check_policy_kind(kind)
     check_texts(arguments)
 
     from ..budgets.advise import Comparator, smallest
-    from ..system.sizes import parse_bytes
 
-    memory_option = parse_bytes(arguments.memory) if arguments.memory else None
     model, tokenizer = load_model(arguments)
     chunks, _ = read_chunks(arguments, model, tokenizer, arguments.chunks or 16)
     with progress(None, "", "tok", arguments.quiet) as bar:
@@ -79,7 +81,7 @@ def run(arguments: Namespace) -> None:
 
         comparator = Comparator(model, chunks, batch_size(arguments, model), on_chunks)
         best = {kind: smallest(comparator, kind, tolerance) for kind in kinds}
-    memory = _device_memory(model) if memory_option is None else memory_option
+    memory = _device_memory(model) if arguments.memory is None else arguments.memory
     rows = [_row(comparator, kind, comparison, memory) for kind, comparison in best.items()]
     facts = _facts(comparator, tolerance, memory) | {"policies": rows}
     print(json.dumps(facts) if arguments.json else _text(facts))

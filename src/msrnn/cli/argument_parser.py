@@ -6,7 +6,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..system.sizes import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,6 +17,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: object, **settings: object) -> None:
         defaults = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(*args, **(defaults | settings))  # type: ignore[arg-type]
+        self.register("type", None, _filled)  # of arguments without a type; type=str may be empty
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        if settings.get("nargs") == argparse.REMAINDER:  # of another program, which may allow what we do not
+            settings.setdefault("type", str)
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
         print(f"msrnn: error: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
@@ -25,6 +33,21 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Parser]  # the only name argparse has for it
 else:
     Commands = argparse._SubParsersAction
+
+
+def _filled(text: str) -> str:
+    """A text that says something: an unset variable of the shell leaves nothing."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value, or leave it out")
+    return text
+
+
+def size(text: str) -> int:
+    """The type of an option that takes a number of bytes: 16GiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def integer(low: int) -> Callable[[str], int]:

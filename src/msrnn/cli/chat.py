@@ -47,7 +47,7 @@ examples:
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("chat", help="talk with a model", description=_ABOUT, epilog=_EXAMPLES)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the model's own)")
+    parser.add_argument("--system", type=str, metavar="TEXT", help="system prompt (default: the model's own)")
     options.add_policy(parser)
     options.add_prompt_mode(parser)
     options.add_model(parser)

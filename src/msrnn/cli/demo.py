@@ -35,12 +35,16 @@ from ..system import console
 from ..system.extras import install
 from ..system.sizes import human
 from ..system.text import read_blocks
+from .argument_parser import Parser
 from .demo_measure import Row, Turn, measure
+from .errors import one_line
+from .options import check_output_file, inputs
 
 POLICIES = ("full", "tova:256", "best:256")
 LENGTH = 4096
 TOPICS = ("exceptions", "naming", "objects", "raise", "with")  # of `help()`; they do not repeat each other
 QUESTION = 'According to the text, what is the "with" statement used for?'
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 HEADER = ("policy", "tokens read", "tokens held", "KV bytes", "peak memory", "tokens/s", "perplexity")
 NOTES = """\
 Tokens held: per layer, on average where layers or KV heads differ. KV bytes: the state at the end. Peak memory: how far
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (ValueError, OSError) as error:
-        print(f"msrnn demo: {error}", file=sys.stderr)
+        print(f"msrnn demo: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m msrnn.cli.demo", description=(__doc__ or "").splitlines()[0])
+    parser = Parser("python -m msrnn.cli.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a hub name, a folder or a .gguf file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", help="where it runs, e.g. cuda (default: the CPU)")
     parser.add_argument("--policy", action="append", help=f"one row each (default: {' '.join(POLICIES)})")
@@ -80,8 +84,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if not options.out.parent.is_dir():
-        raise ValueError(f"{options.out.parent} is not a folder; make it first or choose another --out")
+    _check_files(options)
     start = time.perf_counter()
     model, tokenizer = load(options.model, device=options.device)
     turn = Turn.tokenize(tokenizer, text_blocks(options.text), options.length, options.question)
@@ -102,8 +105,17 @@ def _run(options: argparse.Namespace) -> None:
     print(_answers(options.question, rows))
     if trace is not None:
         print(_oldest_held(trace, tokenizer))
-    print(f"\nThe picture: {picture}" if picture else f"\nNo picture: {install('plot')} for one.")
+    print(f"\nThe picture: {picture}" if picture else f"\nNo picture: {_why_none(trace)}.")
     print(NEXT.format(seconds=seconds))
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse a text and a picture that cannot be, before anything is measured."""
+    if options.text and not options.text.is_file():
+        raise ValueError(f"there is no file {options.text}; check --text")
+    check_output_file(options.out, "--out", inputs(options))
+    if options.out.suffix.lower() not in ("", *_PICTURES):
+        raise ValueError(f"--out {options.out} is no picture; give a name that ends in {', '.join(_PICTURES)}")
 
 
 def text_blocks(path: Path | None = None) -> Iterable[str]:
@@ -181,6 +193,12 @@ def _draw(trace: Trace | None, tokenizer: Any, out: Path) -> Path | None:
     if trace is None or trace.tokens is None or importlib.util.find_spec("matplotlib") is None:
         return None
     return retention_map(trace, out, tokens=[tokenizer.decode([token]) for token in trace.tokens[0].tolist()])
+
+
+def _why_none(trace: Trace | None) -> str:
+    if trace is None:
+        return "no policy here is bounded"
+    return f"matplotlib is not installed here; for one, {install('plot')}"
 
 
 def _wrap(line: str, indent: int) -> str:

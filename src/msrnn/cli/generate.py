@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     options.add_input(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--chat", action="store_true", help="put the text into the model's chat template")
-    group.add_argument("--question", metavar="TEXT", help="ask this after the text (implies --chat)")
+    group.add_argument("--question", type=str, metavar="TEXT", help="ask this after the text (implies --chat)")
     options.add_policy(parser)
     options.add_prompt_mode(parser)
     options.add_model(parser)

@@ -13,7 +13,7 @@ from ..budgets.profile import shipped_profiles
 from ..plan import HeadPolicies, LayerPolicy, parts
 from ..policy import PRESETS
 from . import options
-from .argument_parser import Commands
+from .argument_parser import Commands, size
 from .session import config_dtype, policy_text, silence_transformers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("policy", metavar="POLICY", help="e.g. best:256, tova:512, window+4:1/8, h2o:2GiB, full")
     options.add_policy(parser, option=False)
     parser.add_argument(
-        "--memory", metavar="SIZE", help="memory for weights and states, e.g. 16GiB: gives the largest batches"
+        "--memory", type=size, metavar="SIZE", help="for weights and states, e.g. 16GiB: gives the largest batches"
     )
     options.add_model(parser, option=False, weights=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
@@ -66,7 +66,6 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
     from ..hf.cost import cost
     from ..hf.geometry import geometry, text_config
     from ..policy import is_best
-    from ..system.sizes import parse_bytes
 
     layers, asked = geometry(config), policy_text(arguments)
     dtype = _dtype(arguments.dtype, config)
@@ -94,7 +93,7 @@ def _facts(arguments: Namespace, config: PreTrainedConfig) -> dict[str, Any]:
         "weight_bytes": _weight_bytes(config, dtype, arguments.trust_remote_code),
     }
     if arguments.memory is not None:
-        memory = parse_bytes(arguments.memory)
+        memory = arguments.memory
         bounded, full = predicted.largest_batch(max(0, memory - (facts["weight_bytes"] or 0)))
         facts |= {"memory_bytes": memory, "batch": bounded, "full_batch": full}
     return facts
@@ -159,7 +158,7 @@ def _best_rows(facts: dict[str, Any]) -> dict[str, str]:
     if "resolved" not in facts:
         return {}
     best = facts["resolved"]
-    profile = best["profile"] or "none that msrnn comes with was made for this model, or for so few slots"
+    profile = best["profile"] or "none that msrnn comes with was made for this model, or for so few or so many slots"
     return {
         facts["asked"]: best["policy"],
         "slots": f"{best['slots']:,} per layer on average, {best['kv']}, in at most {human(best['limit_bytes'])}",

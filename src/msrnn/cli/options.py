@@ -22,7 +22,9 @@ _MODEL = "a hub name, a folder or a .gguf file (default: SmolLM2-135M-Instruct, 
 def add_input(parser: Parser) -> None:
     """PROMPT and --file."""
     group = parser.add_argument_group("text")
-    group.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text itself; - or nothing: standard input")
+    group.add_argument(
+        "prompt", nargs="?", type=str, metavar="PROMPT", help="the text itself; - or nothing: standard input"
+    )
     group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 text file of any length; - is standard input")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..system.console import note
@@ -40,18 +42,32 @@ def run(arguments: Namespace) -> None:
 
     check_name(arguments.figure)
     results = open_results(arguments.results)
-    folder = Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {"only": arguments.figure, "kind": arguments.format}
     count = 0
-    for name, _, file in draw(results.records, folder, **settings):
-        print(file)
-        count += bool(name)
-    for path in results.traces:
-        for _, file in draw_trace(load_trace(path), path.stem, folder, **settings):
+    with _folder(Path(arguments.output)) as folder:
+        for name, _, file in draw(results.records, folder, **settings):
             print(file)
-            count += 1
+            count += bool(name)
+        for path in results.traces:
+            for _, file in draw_trace(load_trace(path), path.stem, folder, **settings):
+                print(file)
+                count += 1
     if not count:
         figure = f"the figure {arguments.figure!r}" if arguments.figure else "any figure"
         raise ValueError(f"{len(results.records)} records and {len(results.traces)} traces have nothing for {figure}")
     note(f"{count} figures from {len(results.records):,} records and {len(results.traces)} traces")
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    """The folder for figures, made where it is missing; one that stays empty is removed again."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output {path} is a file; give a folder")
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # it holds something
+            for one in new:
+                one.rmdir()

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("report", help="a page of tables and figures", description=_ABOUT, epilog=_EXAMPLES)
     options.add_results(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html)")
-    parser.add_argument("--title", default="msrnn: results", help="(default: %(default)s)")
+    parser.add_argument("--title", type=str, default="msrnn: results", help="(default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown instead")
     parser.set_defaults(run=run)
 

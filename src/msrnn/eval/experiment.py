@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from hashlib import sha256
@@ -138,7 +138,7 @@ def make_experiment(table: Mapping[str, Any], tasks: Mapping[str, type], path: s
     where = path or "experiment"
     name = table.get("task")
     if not isinstance(name, str) or name not in tasks:
-        raise ValueError(f"{where}: task is {name!r}{_hint(str(name), tasks)}; allowed: {', '.join(tasks)}")
+        raise ValueError(f"{where}: task is {name!r}; {_allowed(str(name), tasks)}")
     common = {f.name for f in fields(Experiment)} - {"settings", "path"}
     own = {f.name for f in fields(tasks[name])}
     _check_keys(table, sorted(common | own), where)
@@ -170,7 +170,7 @@ def from_table(kind: type, table: Mapping[str, Any], where: str) -> Any:
 def _check_keys(table: Mapping[str, Any], allowed: list[str], where: str) -> None:
     for key in table:
         if key not in allowed:
-            raise ValueError(f"{where}: unknown key {key!r}{_hint(key, allowed)}; allowed: {', '.join(allowed)}")
+            raise ValueError(f"{where}: unknown key {key!r}; {_allowed(key, allowed)}")
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -190,6 +190,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _hint(name: str, allowed: Any) -> str:
-    close = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _allowed(name: str, names: Collection[str]) -> str:
+    """The names that are allowed, after the one that may have been meant."""
+    close = get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"{f'did you mean {close[0]!r}? Allowed' if close else 'allowed'}: {', '.join(names)}"
