@@ -194,7 +194,7 @@ class PolicyText:
 
 def split_policy(text: str) -> PolicyText:
     """A policy's text taken apart. What follows `profile=` is all its name, so it comes last."""
-    policy, *names = (part.strip() for part in text.split(",profile="))
+    policy, *names = (part.strip() for part in re.split(r",\s*profile\s*=", text))
     if len(names) > 1:
         raise ValueError(f"{text!r} gives two profiles, {names[0]} and {names[1]}; a policy takes one")
     if names == [""]:

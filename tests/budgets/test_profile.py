@@ -10,7 +10,7 @@ import pytest
 
 from msrnn.budgets.profile import check_policy_kind, dump, open_profile, plan_for, profile_path, read_profile
 from msrnn.plan import HeadPolicies
-from msrnn.policy import fade, h2o, tova
+from msrnn.policy import PolicyText, fade, h2o, split_policy, tova
 
 HEAD_CURVES = [[[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]], [[[4, 0.3], [16, 0.0]], [[4, 0.0], [16, 0.0]]]]
 CURVES = [[[4, 1.0], [16, 0.1]], [[4, 0.2], [16, 0.0]]]
@@ -108,3 +108,8 @@ def test_a_file_has_one_line_per_list_and_reads_back() -> None:
     text = dump(content)
     assert json.loads(text) == content
     assert ' "capacities": [12, 4],\n' in text
+
+
+@pytest.mark.parametrize("text", ["tova:4,profile=a b.json", "tova:4, profile=a b.json", "tova:4 , profile = a b.json"])
+def test_spaces_around_the_name_of_a_profile_do_not_matter(text: str) -> None:
+    assert split_policy(text) == PolicyText("tova", "4", "a b.json")
