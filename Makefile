@@ -16,7 +16,7 @@ VLLM_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM)/bin/python -m pip install -q
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## run the small bundled model with a bounded state and show which tokens it keeps
+demo: $(STAMP) ## run a small model with a bounded state and show which tokens it keeps
 	@$(PY) -m msrnn.cli.demo
 
 check: lint ## style, types and the fast tests: run it before every commit (under 3 minutes)

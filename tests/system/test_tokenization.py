@@ -135,7 +135,7 @@ def test_nasty_texts(tokenizers, name, seed):
 
 
 @given(st.lists(st.tuples(st.sampled_from(NASTY), st.integers(1, 30)), min_size=30, max_size=120), st.integers(1, 900))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_with_tight_margins(tokenizers, tight, parts, size):
     text = "".join(bit * repeats for bit, repeats in parts)
     for name in ("bundled", "words"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 MOST_STOPS = 16  # end tokens a request may have
 
@@ -29,8 +31,9 @@ class Request:
     on_read: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str | int):
-            raise ValueError(f"a prompt is a list of token ids, not {self.prompt!r}; e.g. tokenizer(text).input_ids")
+        if not _are_ids(self.prompt):
+            shown = reprlib.repr(self.prompt)
+            raise ValueError(f"a prompt is a list of token ids, not {shown}; e.g. tokenizer(text).input_ids")
         if not len(self.prompt):
             raise ValueError("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:
@@ -45,6 +48,14 @@ class Request:
             raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 up, below 2**63")
         if len(self.stops or ()) > MOST_STOPS:
             raise ValueError(f"{len(self.stops or ())} end tokens were given; the engine takes {MOST_STOPS} at most")
+
+
+def _are_ids(prompt: Any) -> bool:
+    """Whether it is a sequence of whole numbers; a tensor or an array of one dimension is, too."""
+    try:
+        return all(index(one) is not None for one in prompt)
+    except TypeError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def lane_count(config: Any) -> int:
         and config.compilation_config.mode != _WHOLE_MODEL
         and len(policies) == 1
         and isinstance(policies[0], Policy)
-        and (policies[0].capacity or 0) + 1 < most_slots(policies[0])
+        and (policies[0].capacity or 0) + 1 <= most_slots(policies[0])
     )
     return LANES if alone else 0
 
