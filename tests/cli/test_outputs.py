@@ -155,6 +155,12 @@ def test_a_pipe_is_no_output_and_neither_is_a_dash(
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_a_link_to_nowhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "file")
+    line = refusal(capsys, ["trace", "x", "-o", "LINK"], LINK=tmp_path / "link")
+    assert f"{tmp_path}/link: there is no folder {tmp_path}/gone; make it first" in line
+
+
 ADDED = {  # commands that add records to a file
     "retention": (["retention", "IN", "-o", "FILE"], "--output"),
     "bench": (["bench", "-o", "FILE"], "--output"),

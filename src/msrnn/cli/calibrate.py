@@ -26,9 +26,9 @@ _ABOUT = """\
 Measure on a text how the loss grows as each single layer shrinks (the others full), and spend an average number of
 slots per layer where it buys most. The profile that this writes gives every layer its own capacity at the same total
 memory as the plain policy; it names the model it was made for and refuses others. A run that was killed resumes when
-the same command is given again: measurements are kept beside the profile, in OUTPUT.measured.jsonl, and another
---average uses them too. With --for recall only the answers to questions about facts count, which are hidden in the
-text; with --for both the text and these answers.
+the same command is given again: measurements are kept beside the profile, in OUTPUT.measured.jsonl. Another --average
+uses them too and joins those of the profile, which stay as they are. With --for recall only the answers to questions
+about facts count, which are hidden in the text; with --for both the text and these answers.
 
 With --by head every KV head gets its own capacity, for policies whose heads decide alone (fade, h2o, tova-head). The
 loss of a chunk is shared out to all heads by gradients, which takes as much memory as a training step on the chunk.

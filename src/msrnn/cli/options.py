@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..budgets.profile import plan_for, profile_path, read_profile
 from ..policy import PolicyText, check_size, is_best, needs_model, split_policy, with_capacity
-from ..system.files import check_regular
+from ..system.files import check_regular, target_of
 from .argument_parser import Parser, integer, number
 
 POLICY = "tova:512"
@@ -223,7 +223,8 @@ def check_output_file(
         check_regular(path)
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
-    folder = next(one for one in (path.parent, *path.parent.parents) if one.exists() or not new_folder)
+    parents = target_of(path).parents
+    folder = next(one for one in parents if one.exists() or not new_folder)
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
     if not os.access(folder, os.W_OK):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """A temporary file that replaces `path`, or what a link there points to, if the block ends without an error."""
-    target = Path(os.path.realpath(path) if os.path.islink(path) else path)
+    target = target_of(path)
     check_regular(target)
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent} is not a folder; make it first")
@@ -35,6 +35,11 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def target_of(path: str | Path) -> Path:
+    """What is written at a path: the file that a link there points to."""
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
 
 
 def check_regular(path: Path) -> None:
