@@ -422,6 +422,17 @@ def test_what_fits_goes_first():
     assert segment.least == 48
 
 
+@pytest.mark.parametrize("text", ["tova:48", "tova:48,gain=value_norm", "tova:48,kv=int8", "tova:48,residual=0.9"])
+def test_a_prompt_that_fits_leaves_no_nan_in_its_block(text):
+    """A step on a GPU multiplies what lies in empty slots by 0; here it is what an earlier request has left."""
+    requests = Requests(text, Attention(SIZE**-0.5), 0)
+    requests.run([20, 10, 0, 0, 0, 0])
+    for home in requests.homes[:2]:
+        values = requests.blocks.stored[-1][home]
+        assert values.isfinite().all()
+        assert requests.blocks.gains is None or requests.blocks.gains[home].isfinite().all()
+
+
 @pytest.mark.parametrize("text", ["tova:48", "fade:30|fade:48|fade:70"])
 def test_layers_share_their_indices_and_read_nothing_back(monkeypatch, text):
     """The host knows all that it needs: no layer, or KV head with a budget, asks the device for a number."""

@@ -20,7 +20,7 @@ from ..core.recurrence import read
 from ..core.slots import Slots, gain_of
 from ..plan import LayerPolicy
 from ..policy import KV, Policy
-from .block import clear, empty_new, zero_empty
+from .block import clear, empty, empty_new, zero_empty
 from .lanes import Turns
 from .read_graphs import BlockReads, graphs_of
 from .reads import Fit, Reads, Row, Segment, Sizes, plan
@@ -277,9 +277,7 @@ def _attend_fitting(
     query, key, value = (tensor[fit.tokens] for tensor in (query, key, value))
     key, value = blocks.expand(key, value)
     if fit.begins is not None:
-        blocks.positions.index_fill_(0, fit.begins, -1)
-        if blocks.residual is not None:
-            blocks.residual.index_fill_(0, fit.begins, 0)
+        empty(blocks, fit.begins)
     if blocks.kv is None:
         codes = [key, value]
     else:

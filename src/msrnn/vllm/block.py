@@ -139,6 +139,18 @@ def clear(blocks: Slots, index: Tensor, seen: Tensor) -> None:
         blocks.residual[index] = torch.where(new, 0, blocks.residual[index])
 
 
+def empty(blocks: Slots, index: Tensor) -> None:
+    """index [R]: empty the blocks of requests that begin.
+
+    Values there (or the scales of codes) become 0: a step multiplies those of empty slots by 0, and NaN that an earlier
+    request has left would remain.
+    """
+    blocks.positions.index_fill_(0, index, -1)
+    for rows in (blocks.stored[-1], blocks.gains, blocks.residual):
+        if rows is not None:
+            rows.index_fill_(0, index, 0)
+
+
 def empty_new(slots: Slots) -> None:
     """Empty the slots of requests that begin; memory that was never written may hold anything."""
     new = (slots.seen == 0)[:, None, None]
