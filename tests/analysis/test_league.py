@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from msrnn.analysis.league import league_figure, league_table, mean_recall, players
+from msrnn.analysis.league import in_tovas_bytes, league_figure, league_table, mean_recall, players
 from msrnn.eval.record import Record
 from tests.support.records import record
 
@@ -61,6 +62,19 @@ def test_fading_is_a_score_of_its_own(records: list[Record]) -> None:
     for name in ("choosing", "reporting"):
         records.append(half(name, "key_norm-head:256,last=1/2,momentum=1-1.5/k", [30.0] * 3))
     assert len(players(records, 256)) == 4
+
+
+def test_every_policy_in_tovas_bytes(records: list[Record], tmp_path: Path) -> None:
+    values = {"full": 20, "tova:256": 24, "fade:247": 25, "key_norm-head+4:166,last=1/2": 32}
+    fitted = [
+        replace(half("bytes", name, [value] * 3), settings={"plain_slots": 256}) for name, value in values.items()
+    ]
+    rows = in_tovas_bytes([*records, *fitted], 256)
+    assert list(rows) == ["tova", "fade", "key_norm-head+4,last=1/2"]
+    assert [row.ratio.value for row in rows.values()] == pytest.approx([1, 1.25, 3])
+    assert in_tovas_bytes([*records, *fitted], 64) == {}
+    figures = [league_figure([*records, *more], tmp_path / f"{len(more)}.png") for more in ([], fitted)]
+    assert figures[0].read_bytes() != figures[1].read_bytes(), "its points are shown"
 
 
 def test_a_table_and_a_figure(records: list[Record], tmp_path: Path) -> None:

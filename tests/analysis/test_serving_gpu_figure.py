@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def test_pairs_are_medians_of_the_newest_run_of_each_engine() -> None:
     found = pairs(records(*rows, row("tova:4", 1.0, new=4)), (VLLM_FIRST, VLLM_RATE))
     assert found == {"first tokens, 2 x 8": Pair("one", 2.0, 3.0)}
     assert found["first tokens, 2 x 8"].ratio == 1.5
+
+
+def test_kinds_of_attention_are_loads_of_their_own() -> None:
+    kinds = {"steady": 2.0, "trained": 4.0, "flat": 8.0}
+    runs = product(("full", "tova:4"), kinds.items(), (1, 4))
+    rows = [row(policy, seconds, new, attention=kind) for policy, (kind, seconds), new in runs]
+    found = pairs(records(*rows), (VLLM_FIRST, VLLM_RATE, VLLM_STEP))
+    assert {name: pair.ours for name, pair in found.items() if name.startswith("first")} == {
+        "first tokens, 2 x 8": 2.0, "first tokens, 2 x 8, trained attention": 4.0,
+        "first tokens, 2 x 8, flat attention": 8.0,
+    }  # fmt: skip
+    assert len(found) == 9
 
 
 def test_both_engines_of_a_pair_ran_at_one_commit() -> None:

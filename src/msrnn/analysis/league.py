@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HALVES = ("league-choosing", "league-reporting")
+BYTES = "league-bytes"  # every policy in the bytes of TOVA's state, on the second half
 _TURNS = ("league-turns", "turns")  # the same conversations; built-in policies have them with the other tasks
 RECALL: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "passkeys": (("league-needle",), {"kind": "passkey"}),
@@ -63,6 +64,17 @@ def players(records: Sequence[Record], capacity: int) -> list[Player]:
                 best[score] = record
     found = [_player(records, reporting[one.policy], full, tova) for one in best.values()]
     return sorted(found, key=lambda player: player.gap.value)
+
+
+def in_tovas_bytes(records: Sequence[Record], capacity: int) -> dict[str, Player]:
+    """The policies with as many slots as fit into the bytes of TOVA's, by kind, the smallest gap first."""
+    measured = select(records, BYTES, "perplexity")
+    fitted = {split_policy(one.policy).kind: one for one in measured if one.settings["plain_slots"] == capacity}
+    full, tova = fitted.pop("full", None), fitted.get("tova")
+    if full is None or tova is None:
+        return {}
+    found = {kind: _player((), one, full, tova) for kind, one in fitted.items()}
+    return dict(sorted(found.items(), key=lambda item: item[1].gap.value))
 
 
 def _score_of(policy: str) -> str:
@@ -128,6 +140,7 @@ def league_figure(records: Sequence[Record], path: str | Path) -> Path:
     places = figure.subplots(1, len(panels), sharey=True, width_ratios=(3, 2)[: len(panels)], squeeze=False)[0]
     for panel, axes in zip(panels, places, strict=True):
         panel(axes, rows)
+    _gaps_in_bytes(places[0], rows, in_tovas_bytes(subset, capacity))
     places[0].set_yticks(range(len(rows)), [row.name for row in rows])
     for axes in places:
         hide_spines(axes)
@@ -145,6 +158,16 @@ def _gaps(axes: Axes, rows: Sequence[Player]) -> None:
         axes.plot(row.gap.value, place, "o", color=colour, markersize=5)
     axes.set_xlim(left=0)
     axes.set_xlabel("perplexity above full attention (PG-19, held-out books; blue: built in, orange: rule)", fontsize=9)
+
+
+def _gaps_in_bytes(axes: Axes, rows: Sequence[Player], fitted: dict[str, Player]) -> None:
+    """Hollow: the gap with as many slots as fit into TOVA's bytes."""
+    points = [(place, fitted.get(split_policy(row.policy).kind)) for place, row in enumerate(rows)]
+    shown = [(player.gap.value, place) for place, player in points if player is not None]
+    if shown:
+        axes.plot(*zip(*shown, strict=True), "D", color="#444444", markerfacecolor="none", markersize=5, zorder=4)
+        axes.plot([], [], "D", color="#444444", markerfacecolor="none", markersize=5, label="in the bytes of tova")
+        axes.legend(fontsize=8, loc="lower left", frameon=False)
 
 
 def _recalls(axes: Axes, rows: Sequence[Player]) -> None:

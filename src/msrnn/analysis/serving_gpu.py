@@ -70,12 +70,13 @@ def _label(record: Record) -> str:
     requests, prompt, new = (int(record.cell.get(name, 0)) for name in ("requests", "prompt", "new"))
     if record.metric == VLLM_START:
         return "start of the engine"
-    flat = ", flat attention" if record.cell["attention"] == "flat" else ""
+    attention = str(record.cell["attention"])
+    kind = "" if attention == "steady" else f", {attention} attention"
     if record.metric == VLLM_RATE:
-        return f"{requests} x ({prompt:,} + {new:,})"
+        return f"{requests} x ({prompt:,} + {new:,}){kind}"
     if record.metric == VLLM_STEP:
-        return f"decode step, {requests} requests, context {prompt:,}"
-    return f"first tokens, {requests} x {prompt:,}{flat}"
+        return f"decode step, {requests} requests, context {prompt:,}{kind}"
+    return f"first tokens, {requests} x {prompt:,}{kind}"
 
 
 def _bars(axes: Axes, records: Sequence[Record], metrics: Sequence[str]) -> None:
