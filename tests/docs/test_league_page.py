@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from msrnn.analysis.league import RECALL, Player, mean_recall, paired, players, size_of
+from msrnn.analysis.league import RECALL, Player, in_tovas_bytes, mean_recall, paired, players, size_of
 from msrnn.analysis.records import read_results
 from msrnn.eval.record import Record
 from msrnn.eval.statistics import Interval
@@ -57,12 +56,18 @@ def test_sizes_in_bytes() -> None:
     far = {name for name, count in slots.items() if count == 166}
     assert far == {"window_attention-head", "redundancy-head+4"}
     assert (min(set(slots.values()) - {166}), sorted(set(slots.values()))[-2:]) == (243, [254, 256])
-    one, two, tova = (
-        league(SMOLLM, size)[f"{kind}:{size}{rest}"].gap.value
-        for kind, size, rest in (*(("window_attention-head", n, ",last=1/2") for n in (64, 256)), ("tova", 256, ""))
-    )
-    estimate = two * (256 / 166) ** (math.log(one / two) / math.log(4)) / tova
-    assert f"would have about {estimate:.1f} of TOVA's gap" in " ".join(pages.text("docs/league.md").split())
+
+
+def test_every_policy_in_tovas_bytes() -> None:
+    measured = in_tovas_bytes(read_results([pages.ROOT / "results" / "part" / "league_bytes.jsonl"]), 256)
+    _, *rows = pages.tables("docs/league.md", "In the same bytes")[0]
+    assert [row[0].strip("`") for row in rows] == [player.policy for player in measured.values()]
+    for (_, *cells), player in zip(rows, measured.values(), strict=True):
+        for cell, interval in zip(cells, (player.gap, player.ratio), strict=True):
+            printed = numbers(cell)
+            assert all(close(one, value) for one, value in zip(printed, interval, strict=False)), (player.policy, cell)
+    ahead = measured["fade"].gap.value - next(iter(measured.values())).gap.value
+    assert f"`output_aware` is {ahead:.2f} points ahead" in " ".join(pages.text("docs/league.md").split())
 
 
 def test_recall() -> None:
