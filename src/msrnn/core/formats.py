@@ -67,7 +67,7 @@ def decode(key_codes: Tensor, value_codes: Tensor, scales: Tensor, kv: KV, dtype
 def encode8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] -> int8 [..., D] and one float16 scale [..., 1]."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp(min=_LEAST).to(torch.float16)
+    scale = _divide(wide.abs().amax(-1, keepdim=True), 127).clamp(min=_LEAST).to(torch.float16)
     return _round(wide / scale.to(wide.dtype), -127, 127).to(torch.int8), scale
 
 
@@ -81,7 +81,7 @@ def _encode4(rows: Tensor) -> tuple[Tensor, Tensor]:
     grouped = wide.reshape(*rows.shape[:-1], rows.shape[-1] // size, size)
     lowest = grouped.amin(-1, keepdim=True).to(torch.float16)
     above = grouped - lowest.to(wide.dtype)
-    scale = (above.amax(-1, keepdim=True) / 15).clamp(min=_LEAST).to(torch.float16)
+    scale = _divide(above.amax(-1, keepdim=True), 15).clamp(min=_LEAST).to(torch.float16)
     codes = _round(above / scale.to(wide.dtype), 0, 15).to(torch.uint8).flatten(-2)
     low, high = codes.chunk(2, -1)
     return low | (high << 4), torch.cat([scale[..., 0], lowest[..., 0]], -1)
@@ -93,6 +93,11 @@ def _decode4(codes: Tensor, scales: Tensor) -> Tensor:
     numbers = torch.cat([codes & 15, codes >> 4], -1).to(scales.dtype)
     grouped = numbers.view(*scale.shape, group_size(numbers.shape[-1]))
     return (grouped * scale[..., None] + lowest[..., None]).flatten(-2)
+
+
+def _divide(numbers: Tensor, by: int) -> Tensor:
+    """By a tensor: on a GPU, PyTorch multiplies with the reciprocal of a plain number, which rounds in another way."""
+    return numbers / numbers.new_full((), by)
 
 
 def _round(numbers: Tensor, lowest: int, highest: int) -> Tensor:
