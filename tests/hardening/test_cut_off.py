@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import signal
 import sys
@@ -84,12 +85,22 @@ class Interrupter:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        if event == "line" and not ends_with_block(frame):
             self.left -= 1
             if self.left == 0:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise self.error
         return self
+
+
+def ends_with_block(frame: FrameType) -> bool:
+    """Whether the line is that of a `with` whose block has just ended, where no signal handler ever runs.
+
+    Python calls `__exit__(None, None, None)` there, and an error in front of it would leave a lock locked for good.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    three = code[at : at + 6]
+    return three == three[:2] * 3 and dis.opname[three[0]] == "LOAD_CONST"
 
 
 def interrupted(call: Callable[[], Any], line: int, error: type[BaseException]) -> Interrupter:
