@@ -259,7 +259,7 @@ def test_the_command_measures_and_plot_and_report_show_it(
         (["none.txt", "-o", "x.jsonl"], "there is no file none.txt"),
         ([".", "-o", "x.jsonl"], "has no *.txt"),
         (["{text}", "-o", "."], "is a folder"),
-        (["{text}", "-o", "none/x.jsonl"], "there is no folder none"),
+        (["{text}", "-o", "{empty}/x.jsonl"], "empty.md is a file, not a folder"),
         (["{text}", "-o", "x.jsonl", "--policy", "tovo:5"], "unknown policy 'tovo:5'"),
         (["{empty}", "-o", "x.jsonl"], "is empty"),
     ],

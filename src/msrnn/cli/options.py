@@ -225,6 +225,8 @@ def check_output_file(
         raise ValueError(f"{option} {error}") from None
     parents = target_of(path).parents
     folder = next(one for one in parents if one.exists() or not new_folder)
+    if folder.is_file():
+        raise ValueError(f"{option} {path}: {folder} is a file, not a folder; choose another")
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
     if not os.access(folder, os.W_OK):
