@@ -322,6 +322,21 @@ def test_caches_in_vllm(file: str, title: str) -> None:
             assert low <= middle <= high
 
 
+def test_all_quantised_caches() -> None:
+    """Perplexities are those of the tables before it."""
+    times = {(one["policy"], one["capacity"], one["metric"]): one["value"] for one in load("part/quantised_times")}
+    before = {row[0]: row for table in tables("Peers") if len(table[0]) in (4, 6) for row in table[1:]}
+    _, *rows = next(table for table in tables("Peers") if table[0][0] == "quantised caches")
+    assert len(rows) == 10
+    for label, state, printed, _, prefill, step in rows:
+        name, _, size = label.partition(":")
+        key = name, int(size) if size else None
+        assert close(prefill, times[*key, "prefill seconds"])
+        assert close(step, 1e3 * times[*key, "step seconds"])
+        known = before.get(label) or before[name]
+        assert name.startswith("vllm msrnn") or [state, printed] == known[1:3]
+
+
 def test_time_of_peers_on_a_cpu() -> None:
     records = {(one["policy"], one["metric"]): one["value"] for one in load("part/peers_cpu")}
     _, *rows = next(table for table in tables("Peers") if table[0][0] == "on a CPU")
