@@ -174,6 +174,13 @@ def _formats(s: Session) -> tuple[str, ...]:
     return s.policy, f"{s.policy},kv=int8", f"{s.policy},kv=k8v4"
 
 
+def best(s: Session) -> None:
+    """What the recommended policy costs beside TOVA, in as many bytes; random weights have no profile."""
+    policies = s.policy, f"best:{s.k}"
+    steps(s, policies, (384, 48, 1))
+    prefills(s, policies, (32, 1))
+
+
 def residual(s: Session) -> None:
     """What the residual of `blend` costs."""
     policies = f"fade:{s.k}", f"blend:{s.k}"
@@ -335,6 +342,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "overhead": overhead,
     "formats": formats,
     "formats_prefill": lambda s: prefills(s, _formats(s), (32, 1)),
+    "best": best,
     "residual": residual,
     "latency": latency,
     "latency3": lambda s: latency(s, "llama-3-8b"),

@@ -1,7 +1,7 @@
 """Real vLLM on a GPU, with bounded states against stock: first tokens, throughput, decoding steps, start-up, memory.
 
     python benchmarks/vllm_gpu.py --minutes 9 --out results/vllm_gpu.jsonl
-    python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096 --threshold 256 --out ...
+    python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096:trained --threshold 256 --out ...
     python benchmarks/vllm_gpu.py --policy tova:512,kv=int8 --kv-cache-dtype fp8 --out ...    # 8 bits in both
     python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024 --out ...
@@ -58,6 +58,10 @@ class Load(NamedTuple):
         size = f"{self.prompt}" if self.requests == 1 else f"{self.requests}x{self.prompt}"
         return f"{kind}-{size}" + ("" if self.new == 1 else f"+{self.new}")
 
+    def among(self, names: list[str]) -> bool:
+        """`one-4096` names loads of every kind of attention, `one-4096:flat` a single one."""
+        return self.name in names or f"{self.name}:{self.attention}" in names
+
 
 LOADS = [
     Load(96, 4096, 1, "steady", "time at most 1.5 x stock"),
@@ -82,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["msrnn", "stock"], choices=["msrnn", "stock"])
     parser.add_argument(
-        "--loads", nargs="+", help="e.g. first-96x4096; default: all of at most --max-num-seqs requests"
+        "--loads", nargs="+", help="e.g. first-96x4096, one-4096:flat; default: all of at most --max-num-seqs requests"
     )
     parser.add_argument("--attention", choices=sorted(STRENGTH), help="only loads with this kind of attention")
     parser.add_argument("--shape", default="llama-3-8b", choices=["llama-3-8b", "llama-2-7b"])
@@ -199,7 +203,7 @@ def rounds(options: argparse.Namespace) -> list[tuple[int, Load]]:
     """Every load once, then again in further rounds, long ones in fewer; flat attention last."""
 
     def count(load: Load) -> int:
-        return 1 if load.name in options.once else options.long_rounds if load.long else options.rounds
+        return 1 if load.among(options.once) else options.long_rounds if load.long else options.rounds
 
     turns = [(turn, load) for turn in range(options.rounds) for load in chosen(options) if turn < count(load)]
     return sorted(turns, key=lambda pair: ("steady", "trained", "flat").index(pair[1].attention))
@@ -217,9 +221,9 @@ def chosen(options: argparse.Namespace) -> list[Load]:
     """Those named; otherwise all whose requests may all run at once."""
     loads = [load for load in sized(options) if options.attention in (None, load.attention)]
     most = _small(Load(options.max_num_seqs, 0, 1)).requests if options.small else options.max_num_seqs
-    loads = [load for load in loads if (load.name in options.loads if options.loads else load.requests <= most)]
+    loads = [load for load in loads if (load.among(options.loads) if options.loads else load.requests <= most)]
     if not loads:
-        raise SystemExit(f"no such load; there are {', '.join(load.name for load in sized(options))}")
+        raise SystemExit(f"no such load; there are {', '.join(f'{one.name}:{one.attention}' for one in LOADS)}")
     return loads
 
 

@@ -7,6 +7,7 @@ Prompts share a text and end differently. Each round has a text of its own: one 
 it; one request runs at a time. A second engine has no pool and answers the last prompt of each round: its times show
 what a read costs that is not cut where states are kept. With trained weights both answers must be equal, token for
 token. `--many N`: then N prompts at once that share nothing, which is what the pool costs where it finds nothing.
+`--shared 2048 8160`: one length after the other in the same engines, each with a record of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="tova:256")
     parser.add_argument("--shape", help="a shape with random weights in bfloat16, not the bundled model in float32")
-    parser.add_argument("--shared", type=int, default=2048, help="tokens that a round's prompts share")
+    parser.add_argument("--shared", type=int, nargs="+", default=[2048], help="tokens that a round's prompts share")
     parser.add_argument("--tail", type=int, default=32, help="tokens of each prompt after them")
     parser.add_argument("--new", type=int, default=16, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
@@ -54,22 +55,26 @@ def main() -> None:
     if options.together:
         os.environ.setdefault("TURNS", f"{tempfile.mkdtemp(prefix='turns-')}:2")
     with ThreadPoolExecutor(2 if options.together else 1) as engines:
-        record = conditions(options) | compare(*engines.map(alone, ("pool", "none")))
+        pool, none = engines.map(alone, ("pool", "none"))
+    about = conditions(options)
+    runs = zip(options.shared, pool, none, strict=True)
+    records = [about | {"shared": shared} | compare(kept, read) for shared, kept, read in runs]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    print({name: value for name, value in record.items() if name not in ("versions", "command")})
-    if options.shape is None and not record["equal"]:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    for record in records:
+        print({name: value for name, value in record.items() if name not in ("versions", "command")})
+    if options.shape is None and not all(record["equal"] for record in records):
         raise SystemExit("answers differ")
 
 
-def alone(kind: str) -> dict[str, Any]:
-    """One engine, in a process of its own."""
+def alone(kind: str) -> list[dict[str, Any]]:
+    """One engine, in a process of its own: its runs for each shared length."""
     again = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", kind], stdout=subprocess.PIPE, text=True)
     lines = [line.removeprefix("RUNS ") for line in again.stdout.splitlines() if line.startswith("RUNS ")]
     if again.returncode or not lines:
         raise SystemExit(f"{again.stdout[-3000:]}\n{kind}: the engine ended with {again.returncode}")
-    runs: dict[str, Any] = json.loads(lines[0])
+    runs: list[dict[str, Any]] = json.loads(lines[0])
     return runs
 
 
@@ -103,8 +108,8 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     return about | {"vllm": vllm_version()} | {name: getattr(options, name) for name in SETTINGS}
 
 
-def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """The time to the first token and the tokens of every request, one after the other."""
+def measure(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """The time to the first token and the tokens of every request, one after the other, for each shared length."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", MSRNN_POLICY=options.policy)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -114,30 +119,38 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     from msrnn.vllm.pool import SCHEDULER, STATES
     from msrnn.vllm.prefix import CONNECTOR
 
-    transfer = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": {STATES: 16 * options.rounds}}
+    places = {STATES: 16 * options.rounds * len(options.shared)}
+    transfer = CONNECTOR | {"kv_role": "kv_consumer", "kv_connector_extra_config": places}
     pool = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER} if kind == "pool" else {}
     llm = LLM(**settings(options), **pool, worker_cls=WORKER)
     if options.shape is not None:
         set_weights(llm, "steady")
     with own_turn():
-        return runs_of(llm, options, kind)
+        found = [runs_of(llm, options, shared, kind) for shared in options.shared]
+        at_once = [many(llm.llm_engine, options, turn) for turn in range(-1, 3)][1:]
+    return [runs | {"many": at_once} for runs in found]
 
 
-def runs_of(llm: Any, options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    runs = []
+def runs_of(llm: Any, options: argparse.Namespace, shared: int, kind: str) -> dict[str, Any]:
+    runs, before = [], hits_of(llm)
     for turn in range(-1, options.rounds):  # the first round is a warm-up
-        for number, prompt in list(enumerate(prompts(options, turn)))[0 if kind == "pool" else -1 :]:
+        for number, prompt in list(enumerate(prompts(options, shared, turn)))[0 if kind == "pool" else -1 :]:
             seconds, tokens = answer(llm.llm_engine, prompt, options.new)
             if turn >= 0:
                 runs.append({"turn": number, "seconds": round(seconds, 4), "tokens": tokens})
-    hits = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits"]
-    return {"runs": runs, "hits": sum(hits), "many": [many(llm.llm_engine, options, turn) for turn in range(-1, 3)][1:]}
+    return {"runs": runs, "hits": hits_of(llm) - before}
+
+
+def hits_of(llm: Any) -> float:
+    """Tokens that requests did not have to read so far."""
+    metrics = llm.get_metrics()
+    return float(sum(metric.value for metric in metrics if metric.name == "vllm:external_prefix_cache_hits"))
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     from msrnn.hf.load import bundled
 
-    length = max(options.shared + options.tail + options.new, options.length + 1 if options.many else 0)
+    length = max(max(options.shared) + options.tail + options.new, options.length + 1 if options.many else 0)
     common = {"max_model_len": length, "max_num_batched_tokens": options.budget, "max_num_seqs": max(16, options.many)}
     common |= {"disable_log_stats": False, "enable_prefix_caching": False}
     common |= {"long_prefill_token_threshold": 512, "long_prefill_token_threshold_adaptive": True}  # as msrnn serve
@@ -153,25 +166,22 @@ def _memory(gib: int = 2, share: float = 0.25) -> dict[str, float]:
     return {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": share}
 
 
-def prompts(options: argparse.Namespace, turn: int) -> list[list[int]]:
+def prompts(options: argparse.Namespace, length: int, turn: int) -> list[list[int]]:
     """Three prompts with the same beginning; every round has a beginning of its own."""
-    generator = random.Random(f"round {turn}")  # of text: -1 and 1 as numbers are the same seed
+    sizes = [length, *[options.tail] * 3]
+    generator = random.Random(f"round {turn} {length}")  # of text: -1 and 1 as numbers are the same seed
     if options.shape is not None:
-        shared, *tails = ([generator.randrange(1000, 9000) for _ in range(size)] for size in _sizes(options))
+        shared, *tails = ([generator.randrange(1000, 9000) for _ in range(size)] for size in sizes)
         return [shared + tail for tail in tails]
     from transformers import AutoTokenizer
 
     from msrnn.hf.load import bundled
 
     text = " ".join((ROOT / "LICENSE").read_text().split())
-    ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"] * (2 + options.shared // 1000)
+    ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"] * (2 + length // 1000)
     starts = [101 * (turn + 1), *(generator.randrange(1000) for _ in range(3))]
-    shared, *tails = (ids[start : start + size] for start, size in zip(starts, _sizes(options), strict=True))
+    shared, *tails = (ids[start : start + size] for start, size in zip(starts, sizes, strict=True))
     return [shared + tail for tail in tails]
-
-
-def _sizes(options: argparse.Namespace) -> list[int]:
-    return [options.shared, *[options.tail] * 3]
 
 
 def answer(engine: Any, prompt: list[int], new: int) -> tuple[float, list[int]]:
