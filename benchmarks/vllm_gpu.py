@@ -4,7 +4,7 @@
     python benchmarks/vllm_gpu.py --engines msrnn --loads first-96x4096 one-4096:trained --threshold 256 --out ...
     python benchmarks/vllm_gpu.py --policy tova:512,kv=int8 --kv-cache-dtype fp8 --out ...    # 8 bits in both
     python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
-    python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024 --out ...
+    python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024:trained --out ...
     python benchmarks/vllm_gpu.py --max-num-seqs 1024 --loads serve-1024x512+256 --out ...
     python benchmarks/vllm_gpu.py --engines msrnn --groups 2 --loads serve-384x2048+1024 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
@@ -181,13 +181,14 @@ def measure_loads(options: argparse.Namespace, engine: str, llm: Any, about: dic
         figures |= {"load": load.name, "attention": load.attention, "round": turn, "target": load.target}
         figures |= {"requests": load.requests, "prompt": load.prompt, "new": load.new}
         write(options.out, about | {"kind": "vllm load"} | figures)
-    wanted = options.attention or "steady"
-    if options.kernels and attention != wanted:
-        set_weights(llm, wanted)
     for load in sized(options):
-        if load.name in options.kernels and load.attention == wanted:
+        if load.among(options.kernels) and options.attention in (None, load.attention):
+            if load.attention != attention:
+                set_weights(llm, load.attention)
+                attention = load.attention
             for found in kernels_of(llm.llm_engine, add_requests(llm.llm_engine, load, "kernels")):
-                write(options.out, about | {"kind": "vllm kernels", "load": load.name, "attention": wanted} | found)
+                named = {"kind": "vllm kernels", "load": load.name, "attention": attention}
+                write(options.out, about | named | found)
 
 
 def start_parts(llm: Any) -> dict[str, Any]:
