@@ -83,7 +83,8 @@ def attend(
         value + b * value_b + e * value_h, values, scales + spot * NS + 1, spot, here, ACC, V, VP, KV, GS, GH, GP
     )
     if GAINS:
-        square = tl.sum(tl.sum(new_value * new_value, 1), 0)
+        # a single sum: of sums over 4-bit values, Triton 3.6 sums wrongly where a program has one query head
+        square = tl.sum(tl.reshape(new_value * new_value, [new_value.shape[0] * new_value.shape[1]]), 0)
         tl.store(gains + spot, tl.sqrt(square), mask=here)
     new = cap(tl.sum(asked.to(ACC) * new_key[None, :], 1) * SCALE, SOFTCAP)
     new = tl.where(here, new, -float("inf"))
