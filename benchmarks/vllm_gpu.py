@@ -6,7 +6,6 @@
     python benchmarks/vllm_gpu.py --together --kv-gib 40 --loads one-65536 one-4096 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --engines msrnn --loads one-4096 --kernels serve-384x2048+1024:trained --out ...
     python benchmarks/vllm_gpu.py --max-num-seqs 1024 --loads serve-1024x512+256 --out ...
-    python benchmarks/vllm_gpu.py --engines msrnn --groups 2 --loads serve-384x2048+1024 first-96x4096 --out ...
     python benchmarks/vllm_gpu.py --summary results/vllm_gpu.jsonl
     python benchmarks/vllm_gpu.py --engines stock msrnn stock msrnn --rounds 0 --out ...    # starts only
     .venv-vllm/bin/python benchmarks/vllm_gpu.py --small --minutes 2 --out /tmp/small.jsonl    # on a CPU, to try it
@@ -93,7 +92,6 @@ def main() -> None:
     parser.add_argument("--policy", default="tova:512")
     parser.add_argument("--threshold", type=int, default=512, help="long_prefill_token_threshold with states")
     parser.add_argument("--no-lanes", action="store_true", help="a long prompt alone in one pass, not in pieces")
-    parser.add_argument("--groups", type=int, default=1, help="of a batch's prompts, side by side (lanes.GROUPS)")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a batch (max_num_batched_tokens)")
     parser.add_argument("--max-model-len", type=int, default=66000)
@@ -120,8 +118,6 @@ def main() -> None:
         parser.error("give --out FILE")
     if options.together and not (options.kv_gib or options.small):
         parser.error("--together: each engine would take the other's memory for its own; give --kv-gib for each")
-    if options.groups < 1 or (options.groups > 1 and options.no_lanes):
-        parser.error("--groups: from 1 on; more than 1 need the lanes, so not with --no-lanes")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.one:
         measure(options, options.one)
@@ -155,7 +151,7 @@ def measure(options: argparse.Namespace, engine: str) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.pop("MSRNN_POLICY", None)
     if engine == "msrnn":
-        os.environ |= {"MSRNN_POLICY": options.policy, "MSRNN_PREFILL_GROUPS": str(options.groups)}
+        os.environ["MSRNN_POLICY"] = options.policy
     shared = conditions(options, engine)
     llm, start_s, timeline = start(options, engine)
     about = shared | memory_of(llm, options) | {"start_s": round(start_s, 1)}
@@ -241,7 +237,6 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     names = (
         "threshold",
         "no_lanes",
-        "groups",
         "max_num_seqs",
         "budget",
         "max_model_len",
@@ -252,7 +247,7 @@ def conditions(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     )
     about["rope_theta"] = ROPE_THETA[options.shape]
     about |= {name: getattr(options, name) for name in names}
-    return about if engine == "msrnn" else about | {"threshold": 0, "groups": 0}
+    return about if engine == "msrnn" else about | {"threshold": 0}
 
 
 def add_requests(engine: Any, load: Load, seed: object) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 Row = dict[str, Any]
-_OURS = {"policy": "", "threshold": 512, "no_lanes": False, "groups": 1}  # settings of ours alone, and their defaults
+_OURS = {"policy": "", "threshold": 512, "no_lanes": False}  # settings of ours alone, and their defaults
 
 
 def summary(path: Path) -> None:

@@ -3,14 +3,11 @@
 import argparse
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from msrnn.vllm.lanes import group_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,31 +81,6 @@ def test_a_load_that_is_not_there_is_named(benchmark):
         benchmark("vllm_gpu").chosen(options(loads=["first-1x1"]))
 
 
-@pytest.mark.parametrize("text, count", [("1", 1), ("2", 2)])
-def test_groups_come_from_the_environment(text, count):
-    assert group_count(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5"])
-def test_other_groups_are_refused(text):
-    with pytest.raises(ValueError, match=f"MSRNN_PREFILL_GROUPS='{text}': it must be a whole number from 1 on"):
-        group_count(text)
-
-
-def test_groups_reach_the_workers_and_the_warm_up():
-    """Read once, when the plugin is loaded, so by every process in the same way."""
-    import subprocess
-
-    said = subprocess.run(
-        [sys.executable, "-c", "from msrnn.vllm import lanes; print(lanes.GROUPS)"],
-        env=os.environ | {"MSRNN_PREFILL_GROUPS": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout == "2\n"
-
-
 def row(engine: str, seconds: float, **more: object) -> dict[str, object]:
     """A record of one load that both engines ran."""
     common = {"kind": "vllm load", "engine": engine, "commit": "aaaaaaa", "shape": "llama-3-8b", "small": False}
@@ -135,10 +107,11 @@ def test_a_median_is_of_one_commit(benchmark, capsys, tmp_path):
 
 
 def test_a_median_is_of_one_setting_of_ours(benchmark, capsys, tmp_path):
-    """Two groups of prompts are another measurement; stock's is the same."""
-    rows = [row("stock", 1.0), row("msrnn", 2.0), row("msrnn", 3.0, groups=2), row("stock", 1.0, groups=0)]
+    """Another threshold is another measurement; stock's is the same. A field of older records says nothing."""
+    rows = [row("stock", 1.0), row("msrnn", 2.0), row("msrnn", 3.0, threshold=256), row("stock", 1.0, groups=0)]
+    rows.append(row("msrnn", 2.0, groups=1))
     said = summary_of(benchmark, capsys, tmp_path, *rows)
-    assert sum("groups 2" in line for line in said) == 1
+    assert sum("threshold 256" in line for line in said) == 1
     assert [line.split("time ")[1].split(",")[0] for line in said if "time " in line] == ["2.00", "3.00"]
 
 

@@ -52,16 +52,6 @@ def test_a_long_prompt_beside_requests_that_decode(model, prompts, alone, passes
     assert [tokens[str(number)] for number in order] == [alone("tova:64")[number] for number in order]
 
 
-def test_prompts_in_groups_give_the_tokens_of_each_alone(model, prompts, alone, passes, monkeypatch):
-    """Groups of whole prompts, where one of them is longer than the capacity; those in the middle of a prompt, too."""
-    monkeypatch.setattr(lanes, "GROUPS", 2)
-    monkeypatch.setattr(lanes, "GROUPED", 64)
-    with engine(model, "tova:64", worker_cls=WORKER, max_num_batched_tokens=256) as llm:
-        assert greedy(llm, prompts) == alone("tova:64")
-        assert greedy(llm, prompts[::-1]) == alone("tova:64")[::-1]
-    assert passes.count(2) >= 2
-
-
 def test_layers_of_several_kinds_are_read_in_one_pass(model, prompts, passes):
     with engine(model, in_turn("tova:64", "h2o:48"), worker_cls=WORKER) as llm:
         greedy(llm, prompts[-1:], 1)

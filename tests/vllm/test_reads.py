@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -176,52 +176,9 @@ class InPieces(Requests):
         if len(batch.rows) != 1 or (batch.rows[0].size <= 32 and not self.stops):
             super().attend(batch, new, output)
             return
-        self.attend_parts(batch.pieces(32, Turns(gpu=False), 3, self.stops), new, output)
-
-    def attend_parts(self, parts, new, output) -> None:
-        for tokens, piece in parts:
+        for tokens, piece in batch.pieces(32, Turns(gpu=False), 3, self.stops):
             some = [tensor[tokens] for tensor in new]
             attend_piece("layer", lambda: self.blocks, piece, *some, self.policy, self.attention, output[tokens])
-
-
-class InGroups(InPieces):
-    """Prompts go through the layer in two groups, on lanes of their own."""
-
-    def attend(self, batch: Batch, new: list[torch.Tensor], output: torch.Tensor) -> None:
-        if len(batch.rows) < 2:
-            super().attend(batch, new, output)
-        else:
-            groups = batch.groups(2, Turns(gpu=False), 3)
-            assert {piece.lane for _, piece in groups} <= {3, 4}
-            assert [row.number for _, piece in groups for row in piece.rows] == [row.number for row in batch.rows]
-            self.attend_parts(groups, new, output)
-
-
-@pytest.mark.parametrize("text", [text for text in POLICIES if "|" not in text])
-def test_prompts_in_groups_equal_each_alone(text, planned):
-    requests = InGroups(text, Attention(SIZE**-0.5), 0)
-    requests.mixed(8)
-    requests.check()
-
-
-def test_groups_have_about_as_many_tokens():
-    """Behind two steps; a prompt is never divided."""
-
-    def groups(*sizes: int) -> list[list[int]]:
-        starts = [0, 1, *accumulate(sizes, initial=2)]
-        batch = batch_of(torch.zeros(len(starts) - 1), torch.zeros(len(starts) - 1), starts, [5] * (len(starts) - 1))
-        parts = batch.groups(2, Turns(gpu=False), 6)
-        assert parts[0][0].start == 0
-        assert parts[-1][0].stop == starts[-1]
-        assert all(one[0].stop == two[0].start for one, two in pairwise(parts))
-        assert [piece.steps for _, piece in parts] == [2] + [0] * (len(parts) - 1)
-        assert [piece.lane for _, piece in parts] == [6, 7][: len(parts)]
-        assert all(piece.token_count == tokens.stop - tokens.start for tokens, piece in parts)
-        return [[row.size for row in piece.rows] for _, piece in parts]
-
-    assert groups(512, 512, 512, 512) == [[512, 512], [512, 512]]
-    assert groups(300, 500, 100) == [[300], [500, 100]]
-    assert groups(10, 900) == [[10], [900]]
 
 
 @pytest.mark.parametrize("text", ["tova:150,residual=0.9", "blend:48", "tova:48"])

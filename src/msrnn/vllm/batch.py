@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Self, cast
 
 import torch
@@ -62,11 +62,6 @@ class Batch:
     def token_count(self) -> int:
         return self.steps + sum(row.size for row in self.rows)
 
-    @property
-    def longest(self) -> int:
-        """The most tokens of a prompt that have been read after this batch."""
-        return max((row.seen + row.size for row in self.rows), default=0)
-
     def pieces(
         self, size: int, turns: Turns, lanes: int, stops: Mapping[int, Keep] | None = None
     ) -> list[tuple[slice, Self]]:
@@ -80,30 +75,15 @@ class Batch:
         while begin < row.size:
             inside = (stop - row.seen for stop in stops if stop > row.seen + begin)
             end = min(begin + size, row.size, *inside)
-            own = Row(row.number, row.start + begin, end - begin, row.seen + begin)
-            piece = self._piece([own], not begin, lane=len(pieces) % lanes, turns=turns)
-            piece[1].keep = stops.get(row.seen + end)
-            pieces.append(piece)
+            first = row.start + begin if begin else 0
+            own = Row(row.number, row.start + begin - first, end - begin, row.seen + begin)
+            keep = stops.get(row.seen + end)
+            piece = replace(self, rows=[own], plans={}, lane=len(pieces) % lanes, turns=turns, keep=keep)
+            if begin:
+                piece.steps, piece.begins = 0, False
+            pieces.append((slice(first, row.start + end), piece))
             begin = end
         return pieces
-
-    def groups(self, count: int, turns: Turns, lane: int) -> list[tuple[slice, Self]]:
-        """Its prompts in up to `count` groups of about as many tokens. Steps go with the first, whose lane this is."""
-        ends = list(accumulate(row.size for row in self.rows))
-        numbers = [(end - 1) * count // ends[-1] for end in ends]
-        rows = [
-            [row for row, own in zip(self.rows, numbers, strict=True) if own == number] for number in sorted({*numbers})
-        ]
-        return [self._piece(group, not n, lane=lane + n, turns=turns) for n, group in enumerate(rows)]
-
-    def _piece(self, rows: list[Row], with_steps: bool, **changes: Any) -> tuple[slice, Self]:
-        """The tokens of some rows, one after the other, and a batch of them."""
-        first = 0 if with_steps else rows[0].start
-        own = [row._replace(start=row.start - first) for row in rows]
-        piece = replace(self, rows=own, plans={}, **changes)
-        if not with_steps:
-            piece.steps, piece.begins = 0, False
-        return slice(first, rows[-1].start + rows[-1].size), piece
 
 
 class StaticInputs:

@@ -1,15 +1,13 @@
-"""Pipelined prefill: parts of a batch are in the model together, each a layer behind the one before.
+"""Pipelined prefill of a long prompt alone in a batch: pieces of it are in the model together, each a layer behind.
 
 The scan of one prompt is a chain of decisions that leaves most of a GPU idle. A layer may take a piece as soon as it is
 done with the one before, whatever the layers above are doing. So vLLM's forward pass runs once for every piece, on a
 few streams, the lanes, and a piece waits in every layer for the one before it. Without a GPU pieces run in turn.
-Many prompts may go through the model as groups in the same way: the scan of one, beside the matmuls of the other.
 Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,17 +17,6 @@ import torch
 
 PIECE = 1024  # tokens: the host launches a layer anew for each piece, and at both ends of a prompt lanes stand idle
 LANES = 6  # pieces on their way at once: more would leave the matmuls too few SMs
-GROUPED = 4096  # tokens of a batch from which on its prompts go in groups: matmuls of fewer leave SMs idle
-
-
-def group_count(text: str) -> int:
-    """How many groups the prompts of a batch form, each on a lane of its own, as the environment says it."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"MSRNN_PREFILL_GROUPS={text!r}: it must be a whole number from 1 on; 1 forms no groups")
-    return int(text)
-
-
-GROUPS = group_count(os.environ.get("MSRNN_PREFILL_GROUPS", "1"))  # 2 has not been measured on a GPU yet
 
 
 class Turns:

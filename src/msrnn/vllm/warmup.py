@@ -20,7 +20,7 @@ from ..core.heads import LayerSlots, layer_parts, parts_of, read_groups
 from ..core.slots import Slots
 from .batch import StaticInputs, attend, batch_of, sizes_of
 from .block import Layout, PartLayout
-from .lanes import GROUPS, PIECE
+from .lanes import PIECE
 from .read_graphs import capture, without_graphs
 from .reads import GRAPHS, ROWS, TAILS, graph_shapes
 
@@ -115,16 +115,12 @@ def _warm_up_reads(
 def _capture_lanes(
     layout: PartLayout, query: Tensor, key: Tensor, value: Tensor, attention: Attention, lanes: int
 ) -> None:
-    """Graphs of the pieces of one prompt, for every lane its own, and of groups of prompts, on lanes behind those."""
-    most = sizes_of(_slots(layout, 1, query.device), query, layout.policy, attention).graph_rows()
-    pieces = [(1, width) for width in (TAILS[0], *GRAPHS) if width <= min(PIECE, len(query))]
-    groups = [shape for shape in graph_shapes(len(query) // GROUPS) if shape[0] <= most]
-    parts = [(pieces, lanes, 0)] + [(groups, GROUPS, lanes)] * (lanes > 0 and GROUPS > 1)
-    for shapes, count, first in parts:
-        with _timed("lanes", query.device), _beside_each_other(count, query):
-            for lane in range(first, first + count):
-                blocks = _slots(layout, 1, query.device)
-                capture(blocks, (query, key, value), layout.policy, attention, shapes, TAILS[-1], lane)
+    """Graphs of the pieces of one prompt, for every lane its own."""
+    shapes = [(1, width) for width in (TAILS[0], *GRAPHS) if width <= min(PIECE, len(query))]
+    with _timed("lanes", query.device), _beside_each_other(lanes, query):
+        for lane in range(lanes):
+            blocks = _slots(layout, 1, query.device)
+            capture(blocks, (query, key, value), layout.policy, attention, shapes, TAILS[-1], lane)
 
 
 def _beside_each_other(lanes: int, query: Tensor) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""vLLM's worker, with pipelined prefill: the model reads parts of a batch on several streams (`lanes`)."""
+"""vLLM's worker, with pipelined prefill: the model reads a long prompt in pieces on several streams (`lanes`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from .. import kernels
-from ..plan import average_capacity
-from . import lanes, settings
+from . import lanes
 from .backend import bounded_layers
 from .batch import Keep
 from .connector import PrefixConnector
@@ -87,23 +86,19 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _pieces(context: ForwardContext, count: int, streams: Streams) -> list[tuple[slice, ForwardContext]]:
-    """The tokens of every piece and vLLM's context for it; none where the batch is read in one pass."""
+    """The tokens of every piece and vLLM's context for it; none where the batch is not one long prompt."""
     metadata = context.attn_metadata
     if not isinstance(metadata, dict) or not metadata or context.ubatch_slices is not None:
         return []
     kinds = {id(batch): batch for batch in metadata.values()}
-    first, turns = next(iter(kinds.values())), streams.turns()
-    if first.token_count != count:
+    first = next(iter(kinds.values()))
+    if len(first.rows) != 1 or first.token_count != count:
         return []
-    if len(first.rows) == 1:
-        stops = _stops()
-        if not stops and first.rows[0].size <= lanes.PIECE:
-            return []
-        cut = {kind: batch.pieces(lanes.PIECE, turns, streams.lanes, stops) for kind, batch in kinds.items()}
-    elif lanes.GROUPS > 1 and count >= lanes.GROUPED and first.longest > _capacity():
-        cut = {kind: batch.groups(lanes.GROUPS, turns, streams.lanes) for kind, batch in kinds.items()}
-    else:
+    stops = _stops()
+    if not stops and first.rows[0].size <= lanes.PIECE:
         return []
+    turns = streams.turns()
+    cut = {kind: batch.pieces(lanes.PIECE, turns, streams.lanes, stops) for kind, batch in kinds.items()}
     return [
         (tokens, replace(context, attn_metadata={name: cut[id(batch)][number][1] for name, batch in metadata.items()}))
         for number, (tokens, _) in enumerate(next(iter(cut.values())))
@@ -114,11 +109,6 @@ def _stops() -> dict[int, Keep]:
     """Where in the prompt states are kept for later requests, and what keeps them."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     return connector.stops() if isinstance(connector, PrefixConnector) else {}
-
-
-def _capacity() -> int:
-    """Of every layer: where there are lanes, they are all alike."""
-    return int(average_capacity(settings.policies()[0]) or 0)
 
 
 def _run(forward: Callable[..., Any], inputs: dict[str, Any], tokens: slice, context: ForwardContext) -> Any:
@@ -150,11 +140,8 @@ def _profile(
         return result
     peak = torch.cuda.max_memory_allocated() - before
     filler = torch.empty(max(0, peak), dtype=torch.uint8, device=streams.device)
-    for size, number in (
-        (lanes.PIECE, streams.lanes),
-        (max(1, count // lanes.GROUPS), lanes.GROUPS if lanes.GROUPS > 1 else 0),
-    ):
-        parts = (slice(start, min(count, start + size)) for start in range(0, min(count, size * number), size))
-        streams.run([partial(_run, forward, inputs, part, context) for part in parts])
+    some = range(0, min(count, lanes.PIECE * streams.lanes), lanes.PIECE)
+    pieces = (slice(start, min(count, start + lanes.PIECE)) for start in some)
+    streams.run([partial(_run, forward, inputs, piece, context) for piece in pieces])
     del filler
     return result
