@@ -179,7 +179,7 @@ def prompts(options: argparse.Namespace, length: int, turn: int) -> list[list[in
 
     text = " ".join((ROOT / "LICENSE").read_text().split())
     ids = AutoTokenizer.from_pretrained(bundled())(text)["input_ids"] * (2 + length // 1000)
-    starts = [101 * (turn + 1), *(generator.randrange(1000) for _ in range(3))]
+    starts = generator.sample(range(1000), 4)
     shared, *tails = (ids[start : start + size] for start, size in zip(starts, sizes, strict=True))
     return [shared + tail for tail in tails]
 

@@ -12,6 +12,7 @@ from msrnn.analysis.benchmarks import VLLM_FIRST, VLLM_RATE, VLLM_START, VLLM_ST
 from msrnn.analysis.figures import RECORD_FIGURES, draw
 from msrnn.analysis.records import newest
 from msrnn.analysis.serving_gpu import Pair, pairs
+from msrnn.analysis.style import conditions
 
 
 def row(policy: str, seconds: float, new: int = 1, **fields: Any) -> dict[str, Any]:
@@ -70,6 +71,12 @@ def test_both_engines_of_a_pair_ran_at_one_commit() -> None:
     assert pairs(records(*rows), (VLLM_FIRST,)) == {"first tokens, 2 x 8": Pair("new", 4.0, 6.0)}
     assert pairs(newest(records(*rows)), (VLLM_FIRST,))["first tokens, 2 x 8"].commit == "new", "read from files"
     assert not pairs(records(rows[0], rows[3]), (VLLM_FIRST,))
+
+
+def test_a_machine_is_named_once() -> None:
+    """Older records of a GPU do not name the CPU that is with it."""
+    named = records(row("full", 2.0, machine="A GPU"), row("full", 2.0, machine="A GPU, a CPU"))
+    assert conditions(named).endswith("· A GPU, a CPU")
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:

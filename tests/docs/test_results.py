@@ -101,7 +101,7 @@ def test_far_beyond_it_in_the_same_bytes(task: str, place: int, policies: int) -
     "name,metric,title,policies", [("qasper", "f1", "QASPER", 8), ("squality", "rouge", "SQuALITY", 7)]
 )
 def test_questions_about_documents(name: str, metric: str, title: str, policies: int) -> None:
-    ((header, *rows),) = tables("Questions about documents")
+    header, *rows = tables("Questions about documents")[0]
     start = next(i for i, row in enumerate(rows) if row[0].startswith(title))
     mine = rows[start : start + policies]
     assert compare(mine, columns(header), lambda label, size: find(name, metric, policy(label, size))) >= 22
@@ -144,6 +144,37 @@ def test_differences_to_tova_on_qasper() -> None:
         cells = re.findall(r"[-+]?\d[\d.]* \[.*?\]", text.split(start)[1].split(end)[0])
         for cell, interval in zip(cells, apart[label], strict=True):
             assert all(close(number, value) for number, value in zip(numbers(cell), interval, strict=True)), cell
+
+
+def test_best_on_qasper_at_other_sizes() -> None:
+    _, (header, *rows) = tables("Questions about documents")
+    sizes = columns(header)
+    assert sizes == [64, 128, 1024]
+    assert len(rows) == 3
+    found = {one["policy"]: one for one in load("part/qasper_best") if one["metric"] == "f1"}
+    for column, size in enumerate(sizes, 1):
+        tova, best = (found[f"{name}:{size}"] for name in ("tova", "best"))
+        for (_, *cells), record in zip(rows[:2], (tova, best), strict=True):
+            same(cells[column - 1], record)
+        sums = [
+            np.array([one["parts"][g][key] for g in sorted(tova["parts"])]) for one in (best, tova) for key in COUNTED
+        ]
+        difference = bootstrap(sums, lambda s: s[0] / s[1] - s[2] / s[3], tova["seed"])
+        printed = numbers(rows[2][column])
+        assert all(close(number, value) for number, value in zip(printed, difference, strict=True)), printed
+
+
+def test_how_far_rounding_carries_with_codes() -> None:
+    found = {(one["policy"], one["dtype"]): one for one in load("rounding")}
+    (_, *rows) = next(table for table in pages.tables("docs/kernels.md", "Quantised slots") if "texts" in table[0][1])
+    assert len(rows) == 5
+    for label, same_texts, change in rows:
+        dtype = "float64" if "float64" in label else "float32"
+        for name in re.findall("`(.*?)`", label):
+            record = found[name, dtype]
+            assert same_texts == f"{record['equal']} of {record['texts']}", name
+            assert close(change, record["likely_change"]), name
+    assert len(found) == 6
 
 
 def test_where_a_plain_policy_keeps_half_of_rulers_answers() -> None:

@@ -32,8 +32,8 @@ class Pair(NamedTuple):
 def vllm_figure(records: Sequence[Record], path: str | Path) -> Path:
     """Times and throughput relative to stock vLLM, one bar for each load that both engines ran."""
     subset = [one for one in records if one.metric in LOADS]
-    figure = new_figure(12, 4.2)
-    times, rates = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure = new_figure(12, 5.2)
+    times, rates = figure.subplots(1, 2, width_ratios=(4, 3))
     _bars(times, subset, (VLLM_FIRST, VLLM_STEP, VLLM_START))
     _bars(rates, subset, (VLLM_RATE,))
     times.set_title("time relative to stock (less is better)", fontsize=10)
@@ -84,7 +84,8 @@ def _bars(axes: Axes, records: Sequence[Record], metrics: Sequence[str]) -> None
     colour = line_styles(["tova"])["tova"].colour
     names = list(loads)[::-1]
     values = [loads[name].ratio for name in names]
-    bars = axes.barh(names, values, color=colour, height=0.6)
+    lines = [name.replace(", trained", ",\ntrained").replace(", flat", ",\nflat") for name in names]
+    bars = axes.barh(lines, values, color=colour, height=0.6)
     axes.axvline(1, color="#000000", linestyle="--", linewidth=1)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line at 1 would run through some
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4, fontsize=8, bbox=behind)

@@ -186,7 +186,7 @@ def conditions(records: Sequence[Record]) -> str:
     if groups and groups[-1] > 1:
         texts = f"{_span(counts)} samples of {_span(groups)}" if records[0].task != "retention" else groups[-1]
         parts.append(f"{texts} texts")
-    parts.append(", ".join(sorted({one.machine for one in records})))
+    parts.append(", ".join(_machines(records)))
     gates = [str(one.settings["gate"]) for one in records if "gate" in one.settings]
     if len(set(gates)) == 1:
         parts.append(f"check of the kernels: {gates[0]}")
@@ -194,6 +194,12 @@ def conditions(records: Sequence[Record]) -> str:
         passed = sum(gate.endswith("checks passed") for gate in gates)
         parts.append(f"the kernels were checked just before {passed} of {len(gates)} figures, see the table")
     return " · ".join(parts)
+
+
+def _machines(records: Sequence[Record]) -> list[str]:
+    """Without those that another name only says more of: older records of a GPU do not name the CPU."""
+    names = sorted({one.machine for one in records})
+    return [name for name in names if not any(other.startswith(f"{name}, ") for other in names)]
 
 
 def _span(numbers: Sequence[int]) -> str:
