@@ -1,10 +1,11 @@
-"""Far beyond the trained length, with compressed gaps: what keeps policies that look at attention behind Window+4?
+"""Far beyond the trained length: what keeps policies that look at attention behind Window+4?
 
     python experiments/far.py --data DATA --dtype float32 --policy window+4:512 --policy fade:512 [--half reporting]
 
-The first --length tokens of the books of --half (see books.py) are read into --policy with the paper's gaps; keys
-are re-rotated every --piece tokens. Perplexity by stretch of the text, and the difference to the first policy with its
-interval over books. Every policy is measured once and stored, so that a run that was stopped resumes.
+The first --length tokens of the books of --half (see books.py) are read into --policy with the paper's gaps (keys are
+re-rotated every --piece tokens) or with the positions that the model's own use has, `--positions plain`. Perplexity by
+stretch of the text, and the difference to the first policy with its interval over books. Every policy is measured once
+and stored, so that a run that was stopped resumes.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ EDGES = (0, 4000, 8000, 16000, 24000, 32000, 48000, 70000)
 
 @dataclass
 class Ages:
-    """Positions by another scheme; in passing, the share of the slots that hold old tokens, the first 4 aside."""
+    """Positions by a scheme (None: plain); in passing, the share of slots that hold old tokens, the first 4 aside."""
 
-    scheme: Positions
+    scheme: Positions | None
     old: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, cache: Any, start: int, size: int) -> Any:
@@ -47,7 +48,7 @@ class Ages:
             held = torch.cat([part.positions.flatten() for layer in cache.bounded for part in parts_of(layer.slots)])
             held = held[held >= 4]
             self.old[start] = round(float((held < start - OLD).float().mean()), 4)
-        return self.scheme(cache, start, size)
+        return None if self.scheme is None else self.scheme(cache, start, size)
 
 
 class Books:
@@ -71,9 +72,7 @@ class Books:
         """[books, bins]"""
         if policy not in self.measurements:
             start = time.perf_counter()
-            scheme = positions.scheme(self.arguments.positions, self.model)
-            assert scheme is not None
-            ages = Ages(scheme)
+            ages = Ages(positions.scheme(self.arguments.positions, self.model))
             ids = torch.tensor(list(self.ids.values()))
             nll = token_nll(self.model, ids, policy, piece=self.arguments.piece, positions=ages).double()
             whole = nll[:, : nll.shape[1] // BIN * BIN].view(len(ids), -1, BIN).sum(-1)
@@ -151,7 +150,7 @@ def main() -> None:
     parser = options(__doc__ or "", "results/far.jsonl")
     parser.add_argument("--policy", action="append", required=True, help="the others are compared with the first")
     parser.add_argument("--half", choices=("choosing", "reporting", "all"), default="choosing")
-    parser.add_argument("--positions", default="gaps")
+    parser.add_argument("--positions", default="gaps", choices=list(positions.GAPS))
     parser.add_argument("--piece", type=int, default=256)
     parser.add_argument("--limit", type=int, help="so many books")
     parser.set_defaults(length=70_000)
