@@ -81,6 +81,19 @@ def far(task: str, label: str, start: int, end: int) -> float:
     return math.exp(sum(nats) / len(nats) / 1000)
 
 
+def test_far_with_plain_positions() -> None:
+    header, *rows = next(one for one in tables("Beyond the trained length") if one[0][0] == "plain positions")
+    records = {one["policy"]: one for one in load("part/far_plain")}
+    assert len(rows) == len(records) == 3
+    for label, *cells in rows:
+        parts = records[policy(label)]["parts"].values()
+        assert len(parts) == 2
+        for title, cell in zip(header[1:], cells, strict=True):
+            start, end = (int(number.replace(",", "")) for number in title.split(" to "))
+            nats = [book[f"nll {last}"] for book in parts for last in range(start + 1000, end + 1, 1000)]
+            assert close(numbers(cell)[0], math.exp(sum(nats) / len(nats) / 1000)), (label, title)
+
+
 @pytest.mark.parametrize("task,place,policies", [("far-reporting", 1, 2), ("far-all", 2, 4), ("far-choosing", 3, 4)])
 def test_far_beyond_it_in_the_same_bytes(task: str, place: int, policies: int) -> None:
     header, *rows = tables("Beyond the trained length")[place]
