@@ -36,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     model = msrnn.load(dtype="float32")[0].to(getattr(torch, options.dtype))
     if options.dtype == "float64":
-        LlamaRMSNorm.forward = normalised  # transformers' own rounds to float32
+        LlamaRMSNorm.forward = normalise  # transformers' own rounds to float32
     for policy in options.policies:
         record = conditions(options) | {"policy": policy} | compare(model, policy, options)
         with options.out.open("a") as file:
@@ -50,7 +50,7 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     return about | {"piece": options.piece, "new": options.new}
 
 
-def normalised(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+def normalise(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     scaled = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * scaled
 

@@ -177,19 +177,6 @@ def test_best_on_qasper_at_other_sizes() -> None:
         assert all(close(number, value) for number, value in zip(printed, difference, strict=True)), printed
 
 
-def test_how_far_rounding_carries_with_codes() -> None:
-    found = {(one["policy"], one["dtype"]): one for one in load("rounding")}
-    (_, *rows) = next(table for table in pages.tables("docs/kernels.md", "Quantised slots") if "texts" in table[0][1])
-    assert len(rows) == 5
-    for label, same_texts, change in rows:
-        dtype = "float64" if "float64" in label else "float32"
-        for name in re.findall("`(.*?)`", label):
-            record = found[name, dtype]
-            assert same_texts == f"{record['equal']} of {record['texts']}", name
-            assert close(change, record["likely_change"]), name
-    assert len(found) == 6
-
-
 def test_where_a_plain_policy_keeps_half_of_rulers_answers() -> None:
     """One does, on both models; every other loses most of full attention's."""
     most = {}

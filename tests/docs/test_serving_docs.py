@@ -136,7 +136,10 @@ def test_in_short() -> None:
     for count, preempted in ((256, 0), (384, 85)):
         loads = [one for one in load("vllm_gpu") if one["kind"] == "vllm load" and one["requests"] == count]
         assert {one["preemptions"] for one in loads if one["engine"] == "stock"} == {preempted}
-        assert {one["preemptions"] for one in loads if one["engine"] == "msrnn"} == {0}
+    ours = [one for one in load("vllm_gpu") if one["kind"] == "vllm load" and one["engine"] == "msrnn"]
+    assert {one["preemptions"] for one in ours} == {0}
+    assert "Triton compiled nothing during the loads of a83a95a" in WORDS
+    assert not any(one["triton_compiled"] for one in ours if one["commit"] == COMMIT)
     trained = {size: ratio(f"first tokens, {size}, trained attention") for size in ("96 x 4,096", "1 x 4,096")}
     text = f"at once take {trained['96 x 4,096']:.2f} times as long as with stock"
     text += f", one alone {trained['1 x 4,096']:.1f} times"
